@@ -1,0 +1,227 @@
+"""Checkpoints: complete or absent, and loaded only when complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from memtrain.command import BadInput, TrainingStopped
+from memtrain.config import RunConfig, changed_options, read_recipe
+from memtrain.data.prepare import Data
+from memtrain.data.tokenizer import load_tokenizer
+from memtrain.model.huggingface import load_model, load_weights
+from memtrain.model.llama import LlamaForCausalLM
+from memtrain.model.presets import LlamaConfig
+from memtrain.training.progress import Progress
+from memtrain.training.step import TrainState
+
+RUN_STATE = "run_state.json"
+PARTIAL = ".partial-"
+LIBRARIES = ("memtrain", "torch", "accelerate", "transformers", "datasets")
+
+
+@dataclass
+class RunState:
+    """`run_state.json`: what a checkpoint is of."""
+
+    progress: Progress
+    world_size: int
+    config: dict[str, Any]
+    model: dict[str, Any]
+    data: str
+    files: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> LlamaConfig:
+        return LlamaConfig(**self.model)
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def new_run_state(config: RunConfig, shape: LlamaConfig, data: Data, world_size: int,
+                  progress: Progress | None = None) -> RunState:
+    """What checkpoints of this run will say of themselves."""
+    versions = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
+    return RunState(progress or Progress(), world_size, asdict(config), asdict(shape), data.fingerprint, versions=versions)
+
+
+def save_checkpoint(state: TrainState, run: RunState, tokenizer: Any, folder: Path, keep_last: int) -> Path:
+    """Write `folder/step-...`: first under a temporary name, then flushed, verified and renamed; only then are all but the
+    newest `keep_last` removed. Every process calls it. Raises TrainingStopped if the disk refuses; older checkpoints stay."""
+    accelerator = state.accelerator
+    final = folder / checkpoint_name(run.progress.step)
+    partial = folder / (PARTIAL + final.name)
+    try:
+        if accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(partial), safe_serialization=True)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            tokenizer.save_pretrained(partial / "tokenizer")
+            _seal(partial, run)
+            replaced = folder / (PARTIAL + "replaced")
+            if final.exists():  # the same step, saved before a resume from an older one
+                os.replace(final, replaced)
+            os.replace(partial, final)
+            shutil.rmtree(replaced, ignore_errors=True)
+            _flush(folder)
+            for old in complete_checkpoints(folder)[0][:-keep_last]:
+                shutil.rmtree(old)
+    except (OSError, RuntimeError) as error:
+        # torch and safetensors report a full disk as a RuntimeError of their own
+        if accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+        kept = complete_checkpoints(folder)[0]
+        raise TrainingStopped(f"{final}: could not be written ({' '.join(str(error).split())[:200]}); the last good checkpoint "
+                              f"is {kept[-1] if kept else 'none'}; free some space and run the same command") from error
+    accelerator.wait_for_everyone()
+    return final
+
+
+def _seal(partial: Path, run: RunState) -> None:
+    """Flush every file, note its size, and write run_state.json last: its presence says that all is there."""
+    files = {}
+    for path in sorted(partial.rglob("*")):
+        if path.is_file():
+            _flush(path)
+            files[str(path.relative_to(partial))] = path.stat().st_size
+    run.files = files
+    path = partial / RUN_STATE
+    path.write_text(json.dumps(asdict(run), indent=1), encoding="utf-8")
+    _flush(path)
+    if problem := checkpoint_problem(partial):
+        raise OSError(problem)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_run_state(checkpoint: Path) -> RunState:
+    """Raises BadInput if `checkpoint` is none, or is incomplete."""
+    if problem := checkpoint_problem(checkpoint):
+        raise BadInput(f"{checkpoint}: {problem}; choose a complete checkpoint")
+    values = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
+    return RunState(**{**values, "progress": Progress(**values["progress"])})
+
+
+def checkpoint_problem(checkpoint: Path) -> str | None:
+    """Why a folder is no complete checkpoint, or None."""
+    try:
+        files = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"no readable {RUN_STATE}"
+    for name, size in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def complete_checkpoints(folder: Path) -> tuple[list[Path], list[str]]:
+    """(complete checkpoints, oldest first; a line for every folder that is not one)."""
+    complete, ignored = [], []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.name.startswith(PARTIAL):
+            ignored.append(f"{path}: ignored, its writing did not end")
+        elif path.name.startswith("step-"):
+            problem = checkpoint_problem(path)
+            if problem is None:
+                complete.append(path)
+            else:
+                ignored.append(f"{path}: ignored, {problem}")
+    return complete, ignored
+
+
+def choose_checkpoint(config: RunConfig, output: Path, say: Callable[[str], Any]) -> tuple[Path | None, RunState | None]:
+    """The checkpoint to go on from, by `config.resume`, and what it is of. Raises BadInput."""
+    if config.resume not in ("auto", "none"):
+        path = Path(config.resume).expanduser()
+        return path, read_run_state(path)
+    complete, ignored = complete_checkpoints(output / "checkpoints")
+    for line in ignored:
+        say(line)
+    if not complete:
+        return None, None
+    if config.resume == "none":
+        raise BadInput(f"resume=none: {output} holds {complete[-1].name}, which a new run would write over; set resume=auto, "
+                       "or another output_dir")
+    return complete[-1], read_run_state(complete[-1])
+
+
+def resume_problems(run: RunState, config: RunConfig, shape: LlamaConfig, data: str) -> list[str]:
+    """What makes a run another one than that which saved its checkpoint, a line each."""
+    found = [f"{name}={getattr(config, name)}: the checkpoint was trained with {run.config[name]}; set that, or another "
+             "output_dir" for name in changed_options(run.config, config)]
+    if not found and run.shape != shape:
+        found.append("the shape of the model is not the checkpoint's; use the model it was trained with, or another output_dir")
+    if not found and run.data != data:
+        found.append("the text, tokenizer or rows are not those the checkpoint was trained on; restore them, or choose "
+                     "another output_dir")
+    return found
+
+
+def load_checkpoint(state: TrainState, checkpoint: Path, run: RunState, say: Callable[[str], Any]) -> None:
+    """Put model, optimizer, schedule, scaler and random numbers back; `say` what could not be kept."""
+    accelerator = state.accelerator
+    random_file = checkpoint / f"random_states_{accelerator.process_index}.pkl"
+    accelerator.load_state(str(checkpoint))
+    if not random_file.exists():  # load_state goes on without a word
+        say(f"{checkpoint}: holds no random state for process {accelerator.process_index} (saved by {run.world_size} "
+            "process(es)); dropout draws anew from the seed")
+
+
+@dataclass
+class Opened:
+    """A model on the CPU in evaluation mode, its tokenizer, and the options of the run it is from, if it is known."""
+
+    path: Path
+    model: LlamaForCausalLM
+    tokenizer: Any
+    options: dict[str, Any] | None
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """`text` as its tokenizer encodes a prompt; never empty."""
+        start = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
+        return self.tokenizer(text).input_ids or [start]
+
+
+def open_model(source: str) -> Opened:
+    """The model of a checkpoint, of a run's folder (its newest complete checkpoint), or of a Llama folder or hub id of
+    transformers. Raises BadInput."""
+    path = Path(source).expanduser()
+    complete, ignored = complete_checkpoints(path / "checkpoints")
+    for line in ignored:
+        print(line, file=sys.stderr)
+    if complete:
+        path = complete[-1]
+    if (path / RUN_STATE).exists() or path.name.startswith(("step-", PARTIAL)):
+        run = read_run_state(path)
+        model = LlamaForCausalLM(run.shape)
+        load_weights(model, str(path))
+        return Opened(path, model.eval(), load_tokenizer(str(path / "tokenizer")), run.config)
+    if not path.exists() and source.startswith((".", "/", "~")) or path.is_file():
+        raise BadInput(f"{source}: no such folder; want a checkpoint, a run's folder, or a Llama folder of transformers")
+    model = load_model(source)
+    beside = path.parent / "config.yaml"  # an export lies in the folder of its run
+    options = read_recipe(str(beside)) if path.is_dir() and beside.is_file() else None
+    return Opened(path, model, load_tokenizer(source), options)

@@ -1,0 +1,60 @@
+"""What a run does with its model: evaluate it on held-out text, export it, let it write a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from memtrain.command import BadInput
+from memtrain.config import RunConfig
+from memtrain.data.corpus import source_problems
+from memtrain.data.prepare import Data, prepare, prepare_evaluation
+from memtrain.model.generate import generate
+from memtrain.model.huggingface import export
+from memtrain.model.presets import LlamaConfig
+from memtrain.training.check import precision_problems
+from memtrain.training.checkpoint import Opened
+from memtrain.training.metrics import evaluation_metrics
+from memtrain.training.step import TrainState, evaluate, micro_batch_size, on_main_first
+
+SAMPLE_TOKENS = 100
+
+
+def evaluate_data(model: Any, accelerator: Accelerator, data: Data, config: RunConfig) -> dict[str, float] | None:
+    """Metrics on the held-out documents, or None if none are held out."""
+    if data.evaluation is None:
+        return None
+    batches = data.evaluation_batches(micro_batch_size(config, accelerator.num_processes), accelerator.process_index,
+                                      accelerator.num_processes)
+    return evaluation_metrics(*evaluate(model, accelerator, batches), data.eval_bytes)
+
+
+def evaluate_text(opened: Opened, config: RunConfig, accelerator: Accelerator, held_out: bool) -> dict[str, float]:
+    """Metrics of a model on the documents that `config` holds out, or on all of them. Raises BadInput."""
+    if problems := precision_problems(config) + source_problems(config):
+        raise BadInput("\n".join(problems))
+    config = replace(config, tokenizer=opened.tokenizer.name_or_path, vocab_size=None)
+    load = prepare if held_out else prepare_evaluation
+    data = on_main_first(accelerator, lambda: load(config, opened.model.config.vocab_size))
+    model = accelerator.prepare_model(opened.model, evaluation_mode=True)
+    metrics = evaluate_data(model, accelerator, data, config)
+    if metrics is None:
+        raise BadInput(f"{opened.path}: its run held out no documents (eval_fraction=0); set --dataset")
+    return metrics
+
+
+def finish(state: TrainState, shape: LlamaConfig, data: Data, folder: Path, say: Callable[[str], Any]) -> None:
+    """Export the model to `folder` and show a sample of its text."""
+    accelerator = state.accelerator
+    weights = accelerator.get_state_dict(state.model)
+    if accelerator.is_main_process:
+        export(weights, shape, data.tokenizer, folder)
+        model = accelerator.unwrap_model(state.model)
+        start = data.tokenizer.bos_token_id if data.tokenizer.bos_token_id is not None else data.end_id
+        tokens = generate(model, [start], SAMPLE_TOKENS, temperature=0.8, top_k=50, end_id=data.end_id)
+        say(f"a sample:\n{data.tokenizer.decode(tokens, skip_special_tokens=True)}\n\nexported to {folder}")
+    accelerator.wait_for_everyone()

@@ -1,0 +1,135 @@
+"""Train a Llama from scratch, or on from a Hugging Face folder.
+
+    accelerate launch [--config_file accelerate_configs/X.yaml] scripts/pretrain.py [RECIPE.yaml] [--key value ...]
+
+RECIPE.yaml is a file or the name of one in memtrain/recipes; without it, tiny. The same command again goes on where the run
+stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+
+from memtrain.command import BadInput, run_script
+from memtrain.config import help_text, load_config, save_config
+
+
+def main(arguments: list[str]) -> int:
+    if "--help" in arguments or "-h" in arguments:
+        print(help_text(__doc__ or ""))
+        return 0
+    config = load_config(arguments)
+
+    # imported here, so that --help and a mistyped option answer at once
+    from tqdm import tqdm
+
+    from memtrain.data.prepare import prepare
+    from memtrain.model.presets import weights_tokenizer
+    from memtrain.training import checkpoint as checkpoints
+    from memtrain.training.check import check_run
+    from memtrain.training.finish import evaluate_data, finish
+    from memtrain.training.metrics import TrainLog
+    from memtrain.training.recovery import StopSignal
+    from memtrain.training.step import (
+        build,
+        make_accelerator,
+        on_main_first,
+        samples_in_run,
+        total_steps,
+        train_step,
+        training_updates,
+    )
+
+    # what can be wrong is found before anything is touched
+    shape = check_run(config, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
+    accelerator = make_accelerator(config)
+    config.mixed_precision = accelerator.mixed_precision
+    say = accelerator.print
+    data = on_main_first(accelerator, lambda: prepare(config, shape.vocab_size, weights_tokenizer(config.model)))
+    steps = total_steps(config, data.row_count, accelerator.num_processes)
+    output = Path(config.output_dir).expanduser()
+    checkpoint, run = checkpoints.choose_checkpoint(config, output, say)
+    if run is None:
+        run = checkpoints.new_run_state(config, shape, data, accelerator.num_processes)
+    elif problems := checkpoints.resume_problems(run, config, shape, data.fingerprint):
+        raise BadInput("\n".join(problems))
+    progress = run.progress
+    samples = samples_in_run(config, data.row_count)
+    ended = progress.step >= steps or (samples is not None and progress.position >= samples)
+    if ended and (output / "export" / "config.json").exists():
+        say(f"{output}: nothing left to do, all {progress.step} updates are made; the model is in {output / 'export'}")
+        return 0
+
+    state = build(config, shape, accelerator, steps)
+    log = TrainLog(output / "metrics.jsonl", accelerator)
+    if accelerator.is_main_process:
+        output.mkdir(parents=True, exist_ok=True)
+        save_config(config, output / "config.yaml")
+        log.keep_until(progress.step)
+    if config.report_to is not None:
+        accelerator.init_trackers("memtrain", {name: str(value) for name, value in asdict(config).items()})
+    say(f"{config.model}: {shape.parameter_count / 1e6:.1f}M parameters; {data.report.documents:,} documents; {steps} updates of "
+        f"{config.global_batch_size} x {config.seq_len} tokens on {accelerator.num_processes} x {accelerator.device.type}, "
+        f"mixed_precision={accelerator.mixed_precision}")
+    if checkpoint is not None:
+        checkpoints.load_checkpoint(state, checkpoint, run, say)
+        say(f"going on from {checkpoint}: update {progress.step} of {steps}")
+    run = checkpoints.new_run_state(config, shape, data, accelerator.num_processes, progress)
+    saved_step = progress.step if checkpoint is not None else None
+
+    def due(every: int | None) -> bool:
+        return every is not None and progress.step % every == 0
+
+    def evaluate() -> None:
+        log.flush(progress)
+        log.write_evaluation(progress.step, evaluate_data(state.model, accelerator, data, config))
+
+    def save() -> int:
+        log.flush(progress)  # raises on a non-finite number, so that no bad weights are saved
+        checkpoints.save_checkpoint(state, run, data.tokenizer, output / "checkpoints", config.keep_last)
+        return progress.step
+
+    updates = training_updates(config, data, progress.position, accelerator)
+    bar = tqdm(total=steps, initial=progress.step, unit="update", disable=not accelerator.is_main_process)
+    log.start_clock()
+    with StopSignal(accelerator) as stop, bar:
+        for update in updates if not ended else ():
+            learning_rate = state.learning_rate
+            result = train_step(state, update)
+            progress.position = update.end_position
+            if not result.applied:  # an overflow under the scaler: samples were taken, no update was made
+                log.check_scale()
+                continue
+            progress.step += 1
+            progress.tokens += result.target_count
+            log.add(progress, result, learning_rate)
+            bar.update()
+            if progress.step == steps:
+                break
+            if due(config.log_every):
+                bar.set_postfix_str(log.flush(progress))
+            if due(config.eval_every):
+                evaluate()
+            if due(config.save_every):
+                saved_step = save()
+            if stop.requested(agree=due(config.log_every)):
+                if saved_step != progress.step:
+                    save()
+                say(f"\nstopped at update {progress.step} of {steps} and saved; to go on:\n"
+                    f"  accelerate launch scripts/pretrain.py {shlex.join(arguments)}")
+                return stop.exit_code
+        bar.set_postfix_str(log.flush(progress))
+        if saved_step != progress.step:
+            evaluate()
+            save()
+    finish(state, shape, data, output / "export", say)
+    if accelerator.trackers:
+        accelerator.end_training()
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)
