@@ -109,7 +109,7 @@ def script_arguments(arguments: Sequence[str], usage: str, positionals: Sequence
         try:
             options[name] = types[name](text)
         except BadInput as error:
-            problems.append(f"--{name} {text}: {error}")
+            problems.append(f"--{name} {text}: {error}; see --help")
         except ValueError:
             problems.append(f"--{name} {text}: want {'an integer' if types[name] is int else 'a number'}; see --help")
     if problems:
@@ -117,12 +117,12 @@ def script_arguments(arguments: Sequence[str], usage: str, positionals: Sequence
     return words, options
 
 
-def at_least(kind: type, low: float) -> Callable[[str], Any]:
-    """A type for `script_arguments`: a finite number of `kind` (int or float), not below `low`."""
+def at_least(kind: type, low: float, below: float = float("inf")) -> Callable[[str], Any]:
+    """A type for `script_arguments`: a number of `kind` (int or float), low <= number < below."""
     def parse(text: str) -> Any:
         number = kind(text)
-        if not low <= number < float("inf"):  # written so that nan fails
-            raise BadInput(f"want a number >= {low:g}")
+        if not low <= number < below:  # written so that nan fails
+            raise BadInput(f"want a number >= {low:g}" + (f" and < {below:g}" if below < float("inf") else ""))
         return number
     return parse
 

@@ -71,7 +71,8 @@ class RunConfig:
                                          may_change=True)
     max_steps: int | None = option(None, "updates in the run (or set epochs)", minimum=1, may_change=True)
     epochs: int | None = option(None, "passes over the training rows (or set max_steps)", minimum=1, may_change=True)
-    optimizer: str = option("adamw", "optimizer", choices=("adamw",))
+    optimizer: str = option("adamw", "update rule and bits of its state",
+                            choices=("adamw", "adamw_8bit", "adamw_4bit", "adafactor", "lion_8bit"))
     learning_rate: float = option(1e-3, "highest learning rate", minimum=0)
     lr_schedule: str = option("cosine", "shape after warm-up", choices=("cosine", "linear", "constant", "wsd"))
     warmup_steps: int | None = option(None, "updates of linear warm-up; default: a tenth of the run", minimum=0)
@@ -86,11 +87,17 @@ class RunConfig:
     seed: int = option(0, "seed of initialisation, data order and dropout", minimum=0, below=2**32)
     compile: bool = option(False, "torch.compile each decoder layer", may_change=True)
     # memory
-    gradient_checkpointing: str = option("none", "recompute activations in the backward", choices=("none", "full"),
-                                         may_change=True)
+    gradient_checkpointing: str = option("none", "activations computed again in the backward: the cheap ones (selective), "
+                                         "also the wide products (selective_deep), or all (full)",
+                                         choices=("none", "selective", "selective_deep", "full"), may_change=True)
     checkpointed_layers: int | str = option("all", "layers it applies to, counted from the first, or all",
                                             words=("all",), minimum=0, may_change=True)
-    param_dtype: str = option("float32", "dtype of weights, gradients and optimizer state",
+    offload_activations: bool = option(False, "keep what the early layers save for the backward in host memory",
+                                       may_change=True)
+    loss_chunk_tokens: int | str = option("auto", "tokens whose logits exist at a time, or auto", words=("auto",), minimum=1,
+                                          may_change=True)
+    optimizer_in_backward: bool = option(False, "update each parameter as soon as its gradient is there, and free it")
+    param_dtype: str = option("float32", "dtype of weights and gradients; bfloat16 is rounded stochastically",
                               choices=("float32", "bfloat16", "float16"))
     mixed_precision: str | None = option(None, "no, bf16, fp16 or fp8; default: the launch config's",
                                          choices=("no", "bf16", "fp16", "fp8"))
@@ -213,7 +220,7 @@ def make_config(*sources: Mapping[str, Any], problems: Sequence[str] = ()) -> Ru
     for source in sources:
         given = {name: value for name, value in source.items() if check_name(name, "", _FIELDS, found)}
         for name in EXCLUSIVE:  # --epochs on the command line replaces max_steps of the recipe, and the other way round
-            if given.get(name) is not None:
+            if str(given.get(name)).lower() not in ("none", "null"):
                 for other in EXCLUSIVE:
                     merged.pop(other, None)
         merged |= given
@@ -249,6 +256,12 @@ def config_problems(config: RunConfig) -> list[str]:
     if config.param_dtype != "float32" and config.mixed_precision not in (None, "no"):
         found.append(f"param_dtype={config.param_dtype} with mixed_precision={config.mixed_precision}: autocast needs float32 "
                      "weights; set mixed_precision=no or param_dtype=float32")
+    if config.optimizer_in_backward and config.max_grad_norm is not None:
+        found.append(f"optimizer_in_backward=true with max_grad_norm={config.max_grad_norm:g}: the norm of all gradients is "
+                     "known only after the first are gone; set max_grad_norm=none, or optimizer_in_backward=false")
+    if config.offload_activations and config.gradient_checkpointing.startswith("selective"):
+        found.append(f"offload_activations=true with gradient_checkpointing={config.gradient_checkpointing}: what selective "
+                     "keeps is out of reach of the offload; set gradient_checkpointing to full or none")
     if config.max_grad_norm == 0:
         found.append("max_grad_norm=0: every gradient would become zero; set it above 0, or none for no clipping")
     if config.learning_rate == 0:

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memtrain.command import one_of, run_script, script_arguments
+from memtrain.command import BadInput, one_of, run_script, script_arguments
 
 
 def main(arguments: list[str]) -> int:
     (source, out), options = script_arguments(arguments, __doc__ or "", ["CHECKPOINT", "OUT"], max_shard_size=str,
                                               dtype=one_of("float32", "bfloat16", "float16"))
     from memtrain.model.huggingface import check_export_folder, check_shard_size, export
-    from memtrain.training.checkpoint import open_model
+    from memtrain.training.checkpoint import WRITE_ERRORS, open_model
 
     check_shard_size(options.get("max_shard_size", "5GB"))
     check_export_folder(Path(out))
     opened = open_model(source)
-    export(opened.model.state_dict(), opened.model.config, opened.tokenizer, Path(out), **options)
+    try:
+        export(opened.model.state_dict(), opened.model.config, opened.tokenizer, Path(out), **options)
+    except WRITE_ERRORS as error:
+        raise BadInput(f"{out}: could not be written ({' '.join(str(error).split())[:200]}); free some space, or choose "
+                       "another folder") from error
     print(f"{opened.path} exported to {out}")
     return 0
 

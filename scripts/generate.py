@@ -16,7 +16,8 @@ from memtrain.command import at_least, run_script, script_arguments
 
 def main(arguments: list[str]) -> int:
     (path,), options = script_arguments(arguments, __doc__ or "", ["PATH"], prompt=str, max_new_tokens=at_least(int, 1),
-                                        temperature=at_least(float, 0), top_k=at_least(int, 1), seed=at_least(int, 0))
+                                        temperature=at_least(float, 0), top_k=at_least(int, 1),
+                                        seed=at_least(int, 0, below=2**63))
     import torch
 
     from memtrain.model.generate import generate

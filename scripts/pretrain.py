@@ -66,9 +66,10 @@ def main(arguments: list[str]) -> int:
     state = build(config, shape, accelerator, steps)
     log = TrainLog(output / "metrics.jsonl", accelerator)
     if accelerator.is_main_process:
-        output.mkdir(parents=True, exist_ok=True)
-        save_config(config, output / "config.yaml")
-        log.keep_until(progress.step)
+        with checkpoints.stop_when_refused(output, output / "checkpoints"):
+            output.mkdir(parents=True, exist_ok=True)
+            save_config(config, output / "config.yaml")
+            log.keep_until(progress.step)
     if config.report_to is not None:
         accelerator.init_trackers("memtrain", {name: str(value) for name, value in asdict(config).items()})
     say(f"{config.model}: {shape.parameter_count / 1e6:.1f}M parameters; {data.report.documents:,} documents; {steps} updates of "

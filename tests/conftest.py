@@ -1,4 +1,4 @@
-"""What all tests share: no network, two threads, and a pair of models that must agree."""
+"""What all tests share: no network, one thread, and a pair of models that must agree."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+# tiny tensors: on cores that others use too, a second thread makes them seven times slower; child processes as well
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -14,7 +16,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 import pytest
 import torch
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
+torch.set_num_threads(1)
 
 # the tiny model of all cases: grouped-query attention, an odd vocabulary
 BASE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -33,8 +35,8 @@ def make_shape() -> Callable[..., Any]:
 def make_model(make_shape: Callable[..., Any]) -> Callable[..., Any]:
     """make_model(shape=None, seed=0, **changes) -> our model in training mode.
 
-    Weights are large, N(0, 0.2), biases and norms too: attention is then far from uniform, and a wrong rope base, scaling,
-    epsilon or grouping of heads shows in every output.
+    Weights are large, N(0, 0.2), biases and norms too: attention is then far from uniform, and a wrong rope base,
+    scaling, epsilon or grouping of heads shows in every output.
     """
     from memtrain.model.llama import LlamaForCausalLM
 
@@ -57,8 +59,8 @@ def twins(make_model: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     def make(attention: str = "sdpa", **changes: Any) -> tuple[Any, Any]:
         ours = make_model(**changes)
         shape = ours.config
-        values = {name: getattr(shape, name) for name in (*BASE, "rms_norm_eps", "tie_word_embeddings", "attention_bias",
-                                                          "mlp_bias", "attention_dropout")}
+        values = {name: getattr(shape, name) for name in (*BASE, "rms_norm_eps", "tie_word_embeddings",
+                                                          "attention_bias", "mlp_bias", "attention_dropout")}
         rope = {"rope_type": "default", **(shape.rope_scaling or {}), "rope_theta": shape.rope_theta}
         config = transformers.LlamaConfig(**values, rope_parameters=rope, pad_token_id=None, bos_token_id=None,
                                           eos_token_id=None)
@@ -75,7 +77,7 @@ def twins(make_model: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
 
 @pytest.fixture
 def peak_bytes() -> Callable[[Callable[[], Any]], int]:
-    """peak_bytes(function) -> most bytes that the CPU allocator gave out above the start, counted by torch's profiler."""
+    """peak_bytes(function) -> most bytes the CPU allocator gave out above the start, counted by torch's profiler."""
 
     def measure(function: Callable[[], Any]) -> int:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
-THREADS = 2  # the same number everywhere: sums of floats depend on it
+# The same everywhere, because sums of floats depend on it. One, because two wait for each other on busy cores.
+THREADS = 1
 TIMING = ("tokens_per_second", "peak_bytes")
 SHAPE = {"model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -85,18 +86,18 @@ class Job:
 
     folder: Path
     cache: Path
-    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.model, self.corpus, self.recipe = (self.folder / name for name in ("model.json", "corpus.jsonl", "tiny.yaml"))
+        names = ("model.json", "corpus.jsonl", "tiny.yaml")
+        self.model, self.corpus, self.recipe = (self.folder / name for name in names)
         self.model.write_text(json.dumps(SHAPE))
         write_corpus(self.corpus)
         self.recipe.write_text("max_steps: 20\n")
 
     def arguments(self, output: Path | None, **changes: Any) -> list[str]:
-        options = {"model": self.model, "dataset": self.corpus, "cache_dir": self.cache, "seq_len": 32, "learning_rate": 0.01,
-                   "global_batch_size": 8, "log_every": 1, "eval_fraction": 0.1, **self.options, **changes}
+        options = {"model": self.model, "dataset": self.corpus, "cache_dir": self.cache, "seq_len": 32,
+                   "learning_rate": 0.01, "global_batch_size": 8, "log_every": 1, "eval_fraction": 0.1, **changes}
         if output is not None:
             options["output_dir"] = output
         words = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -115,7 +116,8 @@ class Job:
 def write_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
     """About 9 rows of 32 tokens for every 10 documents at 512 tokens of vocabulary, as .jsonl."""
     draw = random.Random(seed)
-    words = "alpha beta gamma delta loop train model row token byte of the and in".split()
+    words = ["alpha", "beta", "gamma", "delta", "loop", "train", "model", "row", "token", "byte", "of", "the", "and",
+             "in"]
     with path.open("w", encoding="utf-8") as file:
         for _ in range(documents):
             text = " ".join(draw.choice(words) + str(draw.randrange(30)) for _ in range(draw.randrange(3, 16)))
@@ -123,7 +125,7 @@ def write_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
     return path
 
 
-# ---- what a run left ---------------------------------------------------------------------------------------------------
+# ---- what a run left -------------------------------------------------------------------------------------------------
 
 def rows(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock and on the process. A constant that is not JSON is an error."""
@@ -166,7 +168,8 @@ def differences(one: Any, other: Any, name: str = "") -> list[str]:
     if isinstance(one, (list, tuple)):
         if len(one) != len(other):
             return [f"{name}: {len(one)} and {len(other)} items"]
-        return [line for i, pair in enumerate(zip(one, other, strict=True)) for line in differences(*pair, f"{name}/{i}")]
+        pairs = zip(one, other, strict=True)
+        return [line for i, pair in enumerate(pairs) for line in differences(*pair, f"{name}/{i}")]
     if isinstance(one, torch.Tensor):
         return [] if one.dtype == other.dtype and torch.equal(one, other) else [f"{name}: tensors differ"]
     if isinstance(one, np.ndarray):
@@ -183,7 +186,7 @@ def assert_same_run(one: Path, other: Path, step: int) -> None:
 
 
 def stopped_after(run: Path, copy: Path, step: int) -> Path:
-    """`copy` of a finished run (which kept all checkpoints), as a kill after the checkpoint of `step` would leave it."""
+    """`copy` of a finished run (which kept all checkpoints), as a kill after checkpoint `step` would leave it."""
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "export")
     for path in (copy / "checkpoints").iterdir():
@@ -192,7 +195,7 @@ def stopped_after(run: Path, copy: Path, step: int) -> Path:
     return copy
 
 
-# ---- real processes ----------------------------------------------------------------------------------------------------
+# ---- real processes --------------------------------------------------------------------------------------------------
 
 def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": str(THREADS),
@@ -214,8 +217,9 @@ def ranks(world_size: int) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} for rank in range(world_size)]
+    shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": str(port)}
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(world_size)]
 
 
 def start_all(name: str, arguments: Sequence[object], log: Path, world_size: int) -> list[subprocess.Popen[bytes]]:

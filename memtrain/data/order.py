@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -178,7 +179,13 @@ def make_loader(dataset: Dataset, *, starts: Iterable[int] | None = None, num_wo
     if num_workers:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, every forked worker prints a warning
     return DataLoader(dataset, batch_size=None, sampler=starts, collate_fn=_same, num_workers=num_workers,
-                      pin_memory=pin_memory, generator=Generator().manual_seed(0))
+                      pin_memory=pin_memory, generator=Generator().manual_seed(0), worker_init_fn=_leave_signals)
+
+
+def _leave_signals(worker: int) -> None:
+    """A terminal and a batch system signal workers too; the training process alone decides, saves, and then ends them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def update_loader(rows: Rows, *, seed: int, start_position: int, total: int | None, global_batch_size: int,

@@ -19,9 +19,8 @@ from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig, read_config_json, shape_problems
 
 EXPORT_NAMES = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json",
-                "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "added_tokens.json",
-                "tokenizer.model", "vocab.json", "merges.txt")
-
+                "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+                "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt")
 MOST_PROBLEMS = 5  # lines of one error
 
 
@@ -36,7 +35,8 @@ def weights_folder(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model"]))
     except Exception as error:  # no network, no such id, no permission, a bad name: the client raises many kinds
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise BadInput(f"{model}: neither a folder, nor did the hub give one ({reason[:120]}); check the name") from None
+        raise BadInput(f"{model}: neither a folder, nor did the hub give one ({reason[:120]}); check the name"
+                       ) from None
 
 
 def load_weights(model: LlamaForCausalLM, source: str) -> None:
@@ -65,7 +65,8 @@ def load_weights(model: LlamaForCausalLM, source: str) -> None:
                         heads.append((file, name))
                         continue
                     if name not in wanted:
-                        problems.append(f"{file}: tensor {name} has no place in this Llama; want the names of transformers")
+                        problems.append(f"{file}: tensor {name} has no place in this Llama; want the names of "
+                                        "transformers")
                     elif tuple(tensors.get_slice(name).get_shape()) != tuple(wanted[name].shape):
                         problems.append(f"{file}: tensor {name} is {tuple(tensors.get_slice(name).get_shape())}; its "
                                         f"config.json says {tuple(wanted[name].shape)}")
@@ -75,30 +76,32 @@ def load_weights(model: LlamaForCausalLM, source: str) -> None:
         except (SafetensorError, OSError) as error:
             problems.append(f"{file}: cannot be read as safetensors ({error}); fetch or export it again")
     if not problems and (missing := sorted(set(wanted) - seen)):
-        problems.append(f"{folder}: {len(missing)} tensors are missing, {missing[0]} the first; fetch or export it again")
+        problems.append(f"{folder}: {len(missing)} tensors are missing, {missing[0]} the first; fetch or export it "
+                        "again")
     if not problems:
         problems += [problem for file, name in heads for problem in _head_problems(file, name, model)]
     if len(problems) > MOST_PROBLEMS:  # a wrong width is wrong in every tensor
-        problems[MOST_PROBLEMS:] = [f"{folder}: {len(problems) - MOST_PROBLEMS} more tensors do not fit; want a Llama folder "
-                                    "as transformers saves it"]
+        problems[MOST_PROBLEMS:] = [f"{folder}: {len(problems) - MOST_PROBLEMS} more tensors do not fit; want a Llama "
+                                    "folder as transformers saves it"]
     if problems:
         raise BadInput("\n".join(problems))
 
 
 def _head_problems(file: Path, name: str, model: LlamaForCausalLM) -> list[str]:
-    """A head stored beside the embedding that config.json ties it to: transformers then does not tie, so it must be equal."""
+    """A head stored beside the embedding that config.json ties it to must equal it: else transformers does not tie."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as tensors:
         head = tensors.get_tensor(name).to(model.head_weight)
     if head.shape == model.head_weight.shape and torch.equal(head, model.head_weight):
         return []
-    return [f"{file}: tensor {name} is not the embedding, but config.json ties them; set tie_word_embeddings to false there"]
+    return [f"{file}: tensor {name} is not the embedding, but config.json ties them; set tie_word_embeddings to false "
+            "there"]
 
 
 def config_dict(shape: LlamaConfig, dtype: str, bos_token_id: int | None, eos_token_id: int | None,
                 pad_token_id: int | None) -> dict[str, Any]:
-    """Contents of `config.json`, written by transformers' own class, with the rope keys of version 4 beside those of 5."""
+    """Contents of `config.json`, written by transformers' own class, with the rope keys of version 4 beside 5's."""
     from transformers import LlamaConfig as TransformersConfig
 
     rope = {"rope_theta": shape.rope_theta, **(shape.rope_scaling or {"rope_type": "default"})}

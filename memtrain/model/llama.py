@@ -1,36 +1,35 @@
-"""Llama, from scratch. Parameter names are those of transformers' `LlamaForCausalLM`, so weights go both ways as they are.
+"""Llama, from scratch. Parameter names are those of transformers' `LlamaForCausalLM`: weights go both ways as they are.
 
-Shapes in names: N rows, S positions of a row, T = N x S tokens, D hidden, H query heads, K key/value heads, C head width,
-V vocabulary.
+Shapes in names: N rows, S positions of a row, T = N x S tokens, D hidden, H query heads, K key/value heads,
+C head width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memtrain.model.gradient_checkpointing import POLICIES
+from memtrain.model.layers import Linear, RMSNorm, compute_dtype
 from memtrain.model.loss import linear_cross_entropy
+from memtrain.model.offload import offload_activations
 from memtrain.model.presets import LlamaConfig
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Dtype in which a matrix product of `tensor` runs: autocast's where it is on, else the tensor's own."""
-    device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def rotary_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
     """Radians per position of each pair of a head, float32 [C/2] (RoPE, arXiv 2104.09864, eq. 15).
 
-    `linear` scaling divides all by the factor (arXiv 2306.15595); `llama3` divides the slow ones, leaves the fast ones, and
-    blends between (Llama 3.1, arXiv 2407.21783, and its published reference code).
+    `linear` scaling divides all by the factor (arXiv 2306.15595); `llama3` divides the slow ones, leaves the fast ones,
+    and blends between (Llama 3.1, arXiv 2407.21783, and its published reference code).
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).to(device=device, dtype=torch.float32) / config.head_dim
+    even = torch.arange(0, config.head_dim, 2, dtype=torch.int64).to(device=device, dtype=torch.float32)
+    exponents = even / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
     scaling = config.rope_scaling
     if scaling is None:
@@ -55,20 +54,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis (arXiv 1910.07467), in float32 inside.
-
-    Under autocast the result is given in autocast's dtype once, instead of being cast by each matrix product after it.
-    """
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps).to(compute_dtype(x))
+NOT_OFFLOADED = 2  # layers at the end whose activations stay on the device
 
 
 @dataclass
@@ -97,7 +83,7 @@ class Positions:
     cos: Tensor
     sin: Tensor
     mask: Tensor | None = None  # bool [N, 1, S, S], true where a query may see a key; None: causal
-    document_lengths: list[int] | None = None  # cut the T tokens of a packed batch into documents that see only themselves
+    document_lengths: list[int] | None = None  # cut the T tokens of a packed batch into documents, each by itself
     cache: KeyValueCache | None = None
 
 
@@ -106,10 +92,10 @@ class Attention(nn.Module):
         super().__init__()
         h, c, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.index, self.head_dim, self.dropout = index, c, config.attention_dropout
-        self.q_proj = nn.Linear(h, config.num_attention_heads * c, bias=bias)
-        self.k_proj = nn.Linear(h, config.num_key_value_heads * c, bias=bias)
-        self.v_proj = nn.Linear(h, config.num_key_value_heads * c, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * c, h, bias=bias)
+        self.q_proj = Linear(h, config.num_attention_heads * c, bias=bias)
+        self.k_proj = Linear(h, config.num_key_value_heads * c, bias=bias)
+        self.v_proj = Linear(h, config.num_key_value_heads * c, bias=bias)
+        self.o_proj = Linear(config.num_attention_heads * c, h, bias=bias)
 
     def forward(self, x_NSD: Tensor, at: Positions) -> Tensor:
         n, s, _ = x_NSD.shape
@@ -125,7 +111,7 @@ class Attention(nn.Module):
             # one causal product per document: no S x S mask, and less work than the whole row
             parts = [tensor.transpose(1, 2).reshape(1, n * s, -1, self.head_dim).transpose(1, 2)
                      .split(at.document_lengths, dim=2) for tensor in (query, key, value)]
-            out = torch.cat([self._attend(*part, None, causal=True) for part in zip(*parts, strict=True)], dim=2)
+            out = torch.cat([self._attend(q, k, v, None, causal=True) for q, k, v in zip(*parts, strict=True)], dim=2)
         return self.o_proj(out.transpose(1, 2).reshape(n, s, -1))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -139,9 +125,9 @@ class MLP(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         h, i, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(h, i, bias=bias)
-        self.up_proj = nn.Linear(h, i, bias=bias)
-        self.down_proj = nn.Linear(i, h, bias=bias)
+        self.gate_proj = Linear(h, i, bias=bias)
+        self.up_proj = Linear(h, i, bias=bias)
+        self.down_proj = Linear(i, h, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -169,8 +155,20 @@ class LlamaModel(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.gradient_checkpointing = "none"
-        self.checkpointed_layers = config.num_hidden_layers
+        self.offload_activations = False
+        self.set_gradient_checkpointing("none", 0, compiled=False)
+
+    def set_gradient_checkpointing(self, kind: str, layers: int, compiled: bool) -> None:
+        """In training, run the first `layers` layers by policy `kind` and the others plainly; maybe compiled one by one."""
+        self.runs = [partial(POLICIES[kind if index < layers else "none"], layer,
+                             keep_rng=self.config.attention_dropout > 0) for index, layer in enumerate(self.layers)]
+        if compiled:
+            # the policy inside: the compiler then chooses what to keep by it
+            self.runs = [torch.compile(run) for run in self.runs]
+        for index, layer in enumerate(self.layers):
+            for module in layer.modules():
+                if isinstance(module, Linear):
+                    module.recomputed = kind != "none" and index < layers
 
     def forward(self, input_ids_NS: Tensor, attention_mask_NS: Tensor | None, document_lengths: list[int] | None,
                 cache: KeyValueCache | None) -> Tensor:
@@ -179,14 +177,18 @@ class LlamaModel(nn.Module):
         positions = torch.arange(start, start + input_ids_NS.shape[1], device=x_NSD.device)[None]
         cos, sin = rotary_tables(self.config, positions, compute_dtype(x_NSD))
         if attention_mask_NS is None and start > 0 and input_ids_NS.shape[1] > 1:
-            # is_causal lines up first query with first key, which is wrong where a cache stands before several new tokens
+            # is_causal lines up first query with first key: wrong where a cache stands before several new tokens
             attention_mask_NS = torch.ones_like(input_ids_NS[:1, :1]).expand(-1, start + input_ids_NS.shape[1])
         mask = None if attention_mask_NS is None else causal_padding_mask(attention_mask_NS, input_ids_NS.shape[1])
         at = Positions(cos, sin, mask, document_lengths, cache)
+        training = self.training and torch.is_grad_enabled()
+        offload = offload_activations() if training and self.offload_activations else nullcontext()
+        kept_layers = min(NOT_OFFLOADED, len(self.layers))
         for index, layer in enumerate(self.layers):
-            again = self.training and torch.is_grad_enabled() and index < self.checkpointed_layers
-            run = POLICIES[self.gradient_checkpointing if again else "none"]
-            x_NSD = run(layer, x_NSD, at, keep_rng=self.config.attention_dropout > 0)
+            run = self.runs[index] if training else layer
+            # what the last layers save is wanted back at once
+            with offload if index < len(self.layers) - kept_layers else nullcontext():
+                x_NSD = run(x_NSD, at)
         return self.norm(x_NSD)
 
 
@@ -212,7 +214,8 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = LlamaModel(config)
-        self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = (None if config.tie_word_embeddings
+                        else nn.Linear(config.hidden_size, config.vocab_size, bias=False))
         self.loss_chunk_tokens: int | None = None
         self.apply(self._initialise)
 
@@ -222,10 +225,10 @@ class LlamaForCausalLM(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def set_gradient_checkpointing(self, kind: str, layers: int | str = "all") -> None:
-        """Recompute by policy `kind` in the first `layers` decoder layers."""
-        self.model.gradient_checkpointing = kind
-        self.model.checkpointed_layers = self.config.num_hidden_layers if layers == "all" else int(layers)
+    def set_gradient_checkpointing(self, kind: str, layers: int | str = "all", compiled: bool = False) -> None:
+        """Recompute by policy `kind` in the first `layers` decoder layers; `compiled`: torch.compile each of them."""
+        self.model.set_gradient_checkpointing(
+            kind, self.config.num_hidden_layers if layers == "all" else int(layers), compiled)
 
     @property
     def head_weight(self) -> Tensor:
@@ -237,12 +240,13 @@ class LlamaForCausalLM(nn.Module):
         """Logits, or with targets the summed loss.
 
         input_ids: int64 [N, S]. targets: int64 [N, S], the token that follows each position, -100 where there is none.
-        attention_mask: [N, S] (with a cache, [N, all positions]), nonzero = real token; only needed for padding that is not
-        on the right: a causal model never sees a pad that stands after a token. document_lengths: lengths that cut the
-        N x S flattened tokens into documents which do not see each other.
+        attention_mask: [N, S] (with a cache, [N, all positions]), nonzero = real token; only needed for padding that is
+        not on the right: a causal model never sees a pad that stands after a token. document_lengths: lengths that cut
+        the N x S flattened tokens into documents which do not see each other.
         Returns logits [N, S, V] in the compute dtype, or the float32 sum of -log p(target), a scalar.
         """
         hidden_NSD = self.model(input_ids, attention_mask, document_lengths, cache)
         if targets is None:
             return F.linear(hidden_NSD, self.head_weight)
-        return linear_cross_entropy(hidden_NSD.flatten(0, 1), self.head_weight, targets.flatten(), self.loss_chunk_tokens)
+        return linear_cross_entropy(hidden_NSD.flatten(0, 1), self.head_weight, targets.flatten(),
+                                    self.loss_chunk_tokens)

@@ -22,18 +22,19 @@ def automatic_chunk_tokens(vocab_size: int) -> int:
     return max(SMALLEST_CHUNK_TOKENS, CHUNK_BYTES // (4 * vocab_size))
 
 
-def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_tokens: int | None = None) -> Tensor:
+def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor,
+                         chunk_tokens: int | None = None) -> Tensor:
     """Sum over tokens of -log softmax(hidden @ weight.T)[target]; targets of -100 count nothing.
 
-    hidden_TD: float [T, D]; weight_VD: float [V, D]; targets_T: int64 [T]. Under autocast the products run in its dtype, as
-    those of `F.linear` would; softmax and the sum are float32. chunk_tokens: None chooses.
-    Returns a float32 scalar. Holds no more than chunk_tokens x V logits; in training the gradients are formed chunk by chunk
-    in the forward (no product is computed twice), so the backward only scales them.
+    hidden_TD: float [T, D]; weight_VD: float [V, D]; targets_T: int64 [T]. Under autocast the products run in its
+    dtype, as those of `F.linear` would; softmax and the sum are float32. chunk_tokens: None chooses.
+    Returns a float32 scalar. Holds no more than chunk_tokens x V logits; in training the gradients are formed chunk by
+    chunk in the forward (no product is computed twice), so the backward only scales them.
     """
     chunk = chunk_tokens or automatic_chunk_tokens(weight_VD.shape[0])
     device = hidden_TD.device.type
     if torch.is_autocast_enabled(device):
-        # The cast of hidden is on the graph; that of the weight happens inside, where its copy lives only for the forward.
+        # The cast of hidden is on the graph; that of the weight happens inside: its copy lives only for the forward.
         dtype = torch.get_autocast_dtype(device)
         hidden_TD = hidden_TD.to(dtype)
     with torch.autocast(device, enabled=False):
@@ -43,7 +44,8 @@ def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: int, grad_enabled: bool) -> Tensor:
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: int,
+                grad_enabled: bool) -> Tensor:
         need_hidden, need_weight = (grad_enabled and need for need in ctx.needs_input_grad[:2])
         cast_VD = weight_VD.to(hidden_TD.dtype)
         # softmax - onehot is at most 1 and mostly near 1 / V, where float16 has few bits left: lift it before the cast
@@ -78,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("the loss was already differentiated; compute it again for a second backward")
         grads, ctx.grads = ctx.grads, None

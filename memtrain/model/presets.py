@@ -47,8 +47,9 @@ class LlamaConfig:
         return heads * self.vocab_size * h + self.num_hidden_layers * (attention + mlp + 2 * h) + h
 
 
-def _shape(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **rest: Any) -> LlamaConfig:
-    return LlamaConfig(vocab, hidden, intermediate, layers, heads, kv_heads, rest.pop("head_dim", hidden // heads), **rest)
+def _shape(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int,
+           **rest: Any) -> LlamaConfig:
+    return LlamaConfig(vocab, hidden, intermediate, layers, heads, kv_heads, hidden // heads, **rest)
 
 
 _LLAMA3_SCALING = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -86,8 +87,8 @@ def from_huggingface(values: dict[str, Any], source: str) -> LlamaConfig:
         found.append(f"{source}: hidden_act is {values['hidden_act']}; want silu; choose a Llama model")
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     optional = [name for name in ("num_key_value_heads", "head_dim") if values.get(name) is not None]
-    if missing := [name for name in (*required, *optional) if not isinstance(values.get(name), int) or values[name] < 1]:
-        raise BadInput(f"{source}: {', '.join(missing)} missing or no integer above 0; want a config.json of a Llama model")
+    if wrong := [name for name in (*required, *optional) if not isinstance(values.get(name), int) or values[name] < 1]:
+        raise BadInput(f"{source}: {', '.join(wrong)} missing or no integer above 0; want a Llama's config.json")
     shape: dict[str, Any] = {f.name: values[f.name] for f in fields(LlamaConfig) if values.get(f.name) is not None}
     # transformers' own defaults, for what a config.json may leave out
     shape.setdefault("rms_norm_eps", 1e-6)
@@ -136,9 +137,9 @@ def weights_tokenizer(model: str) -> str | None:
 
 
 def model_config(config: RunConfig) -> LlamaConfig:
-    """The shape a run asks for: preset, config.json or folder, with the run's own options over it; the vocabulary padded.
+    """The shape a run asks for: preset, config.json or folder, with the run's own options over it.
 
-    Raises one BadInput with a line for every problem.
+    The vocabulary is padded, unless weights fix it. Raises one BadInput with a line for every problem.
     """
     if config.model in PRESETS:
         base = PRESETS[config.model]
@@ -150,8 +151,8 @@ def model_config(config: RunConfig) -> LlamaConfig:
         if is_folder or path.is_file():
             base = read_config_json(path)
         elif config.model.endswith(".json") or config.model.startswith((".", "/", "~")):
-            raise BadInput(f"model={config.model}: no such file or folder; want one of {', '.join(PRESETS)}, a config.json "
-                           "or a Hugging Face folder or id")
+            raise BadInput(f"model={config.model}: no such file or folder; want one of {', '.join(PRESETS)}, a "
+                           "config.json or a Hugging Face folder or id")
         else:
             base = _hub_config(config.model)
     options = {f.name: getattr(config, f.name, None) for f in fields(LlamaConfig)}
@@ -176,8 +177,8 @@ def model_config(config: RunConfig) -> LlamaConfig:
                         max_position_embeddings=max(shape.max_position_embeddings, config.seq_len))
     problems += shape_problems(shape)
     if config.checkpointed_layers != "all" and int(config.checkpointed_layers) > shape.num_hidden_layers:
-        problems.append(f"checkpointed_layers={config.checkpointed_layers}: the model has {shape.num_hidden_layers} layers; "
-                        "lower it, or all")
+        problems.append(f"checkpointed_layers={config.checkpointed_layers}: the model has {shape.num_hidden_layers} "
+                        "layers; lower it, or all")
     if problems:
         raise BadInput("\n".join(problems))
     return shape
@@ -188,12 +189,14 @@ def shape_problems(shape: LlamaConfig) -> list[str]:
     found = []
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     if shape.hidden_size % heads:  # transformers refuses it, whatever head_dim is: the export could not be loaded
-        found.append(f"hidden_size={shape.hidden_size}: not a multiple of num_attention_heads={heads}; change one of them")
+        found.append(f"hidden_size={shape.hidden_size}: not a multiple of num_attention_heads={heads}; change one of "
+                     "them")
     if heads % kv_heads:
-        found.append(f"num_attention_heads={heads}: not a multiple of num_key_value_heads={kv_heads}; change one of them")
+        found.append(f"num_attention_heads={heads}: not a multiple of num_key_value_heads={kv_heads}; change one of "
+                     "them")
     if shape.head_dim % 2 or shape.head_dim < 2:
-        found.append(f"head_dim={shape.head_dim} (hidden_size={shape.hidden_size} / num_attention_heads={heads} unless set): "
-                     "rotary embedding turns pairs; want an even number")
+        found.append(f"head_dim={shape.head_dim} (hidden_size={shape.hidden_size} / num_attention_heads={heads} unless "
+                     "set): rotary embedding turns pairs; want an even number")
     return found
 
 

@@ -1,14 +1,23 @@
-"""From a run's options to an optimizer: parameter groups, and a table from names to constructors."""
+"""From a run's options to an optimizer: parameter groups, names, and updates within the backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memtrain.config import RunConfig
+from memtrain.optim.low_memory import LowMemoryOptimizer
+
+# name: (update rule, bits of a number of its state)
+OPTIMIZERS = {
+    "adamw": ("adamw", 32),
+    "adamw_8bit": ("adamw", 8),
+    "adamw_4bit": ("adamw", 4),
+    "adafactor": ("adafactor", 32),
+    "lion_8bit": ("lion", 8),
+}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -20,15 +29,25 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def _adamw(groups: list[dict[str, Any]], config: RunConfig) -> torch.optim.Optimizer:
-    # fused: one pass over memory and no temporaries (foreach needs several copies of all parameters)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
-                             eps=config.adam_eps, fused=True)
-
-
-OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], RunConfig], torch.optim.Optimizer]] = {"adamw": _adamw}
-
-
 def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     """The optimizer `config.optimizer` over the trainable parameters of `model`."""
-    return OPTIMIZERS[config.optimizer](parameter_groups(model, config.weight_decay), config)
+    groups = parameter_groups(model, config.weight_decay)
+    betas = (config.adam_beta1, config.adam_beta2)
+    if config.optimizer == "adamw" and config.param_dtype == "float32":
+        # fused: one pass over memory and no temporaries (foreach needs several copies of all parameters)
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
+    rule, bits = OPTIMIZERS[config.optimizer]
+    return LowMemoryOptimizer(groups, rule=rule, state_bits=bits, lr=config.learning_rate, betas=betas, eps=config.adam_eps,
+                              seed=config.seed)
+
+
+def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
+    """From now on each parameter is updated in the backward, as soon as its gradient is complete, and the gradient freed
+    (arXiv 2306.09782). The update is that of `optimizer.step()`, which finds this one gradient alone."""
+    def update(parameter: Tensor) -> None:
+        optimizer.step()
+        parameter.grad = None
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.register_post_accumulate_grad_hook(update)

@@ -287,7 +287,7 @@ def adafactor(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, b
              for start in range(0, rows, max(1, SLICE // columns))]
     if not matrix:
         square = state.setdefault("exp_avg_sq", torch.zeros(columns, dtype=torch.float32, device=weight.device))
-        square.lerp_(g_RC[0].float().square_(), keep)
+        square.lerp_(g_RC[0].float().square(), keep)
 
         def direction(part: slice) -> Tensor:
             return square.clamp(min=FACTORED_EPS[0]**2).rsqrt_()[None] * g_RC[part].float()
@@ -296,7 +296,7 @@ def adafactor(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, b
         column = state.setdefault("col_var", torch.zeros(columns, dtype=torch.float32, device=weight.device))
         column_sum = torch.zeros_like(column)
         for part in parts:
-            g_square = g_RC[part].float().square_()
+            g_square = g_RC[part].float().square()
             row[part].lerp_(g_square.mean(dim=1), keep)
             column_sum += g_square.sum(dim=0)
         column.lerp_(column_sum.div_(rows), keep)
@@ -307,7 +307,7 @@ def adafactor(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, b
             return square.clamp_(min=FACTORED_EPS[0]**2).rsqrt_().mul_(g_RC[part].float())
 
     count = weight.numel()
-    size = torch.stack([w_RC[part].float().square_().sum() for part in parts]).sum().div(count).sqrt()
+    size = torch.stack([w_RC[part].float().square().sum() for part in parts]).sum().div(count).sqrt()
     length = torch.stack([direction(part).square_().sum() for part in parts]).sum().div(count).sqrt()
     rate = size.clamp(min=FACTORED_EPS[1]) * min(step.lr, step.number**-0.5) / length.clamp(min=1.0)
     for part in parts:

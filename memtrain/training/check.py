@@ -19,7 +19,8 @@ def launch_precision(config: RunConfig) -> str:
 
 def check_run(config: RunConfig, num_processes: int) -> LlamaConfig:
     """The shape of the run's model. Raises one BadInput with a line for every problem found."""
-    problems = batch_problems(config, num_processes) + precision_problems(config)
+    problems = (batch_problems(config, num_processes) + precision_problems(config)
+                + in_backward_problems(config, num_processes))
     try:
         shape = model_config(config)
     except BadInput as error:
@@ -42,6 +43,24 @@ def batch_problems(config: RunConfig, num_processes: int) -> list[str]:
         return [f"micro_batch_size={config.micro_batch_size}: does not divide the {share} rows an update has on each of "
                 f"{num_processes} processes (global_batch_size={rows}); set micro_batch_size={nearest}"]
     return []
+
+
+def in_backward_problems(config: RunConfig, num_processes: int) -> list[str]:
+    """What an update within the backward does not go together with (beside clipping, which `config_problems` refuses)."""
+    if not config.optimizer_in_backward:
+        return []
+    remedy, found = "or set optimizer_in_backward=false", []
+    share = config.global_batch_size // num_processes
+    if num_processes > 1:
+        found.append(f"optimizer_in_backward=true on {num_processes} processes with DistributedDataParallel: a parameter would "
+                     f"be updated before its gradients are averaged; start one process, {remedy}")
+    elif config.micro_batch_size not in ("auto", share):
+        found.append(f"optimizer_in_backward=true needs one micro-batch per update, got {share / int(config.micro_batch_size):g}"
+                     f"; set micro_batch_size={share}, {remedy}")
+    if launch_precision(config) == "fp16":
+        found.append("optimizer_in_backward=true with mixed_precision=fp16: the scaler looks at all gradients before an update; "
+                     f"set mixed_precision=bf16, {remedy}")
+    return found
 
 
 def precision_problems(config: RunConfig) -> list[str]:

@@ -7,11 +7,15 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import SafetensorError
 
 from memtrain.command import BadInput, TrainingStopped
 from memtrain.config import RunConfig, changed_options, read_recipe
@@ -20,11 +24,14 @@ from memtrain.data.tokenizer import load_tokenizer
 from memtrain.model.huggingface import load_model, load_weights
 from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig
+from memtrain.optim.low_memory import local_tensor
 from memtrain.training.progress import Progress
 from memtrain.training.step import TrainState
 
 RUN_STATE = "run_state.json"
 PARTIAL = ".partial-"
+# torch and safetensors report a full disk by errors of their own
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 LIBRARIES = ("memtrain", "torch", "accelerate", "transformers", "datasets")
 
 
@@ -62,6 +69,10 @@ def save_checkpoint(state: TrainState, run: RunState, tokenizer: Any, folder: Pa
     accelerator = state.accelerator
     final = folder / checkpoint_name(run.progress.step)
     partial = folder / (PARTIAL + final.name)
+    sums = torch.stack([local_tensor(parameter.detach()).sum(dtype=torch.float32) for parameter in state.model.parameters()])
+    if not sums.isfinite().all():
+        raise TrainingStopped(f"update {run.progress.step}: weights are not finite and were not saved; "
+                              f"{last_good(folder)}; lower learning_rate")
     try:
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
@@ -73,6 +84,7 @@ def save_checkpoint(state: TrainState, run: RunState, tokenizer: Any, folder: Pa
             tokenizer.save_pretrained(partial / "tokenizer")
             _seal(partial, run)
             replaced = folder / (PARTIAL + "replaced")
+            shutil.rmtree(replaced, ignore_errors=True)
             if final.exists():  # the same step, saved before a resume from an older one
                 os.replace(final, replaced)
             os.replace(partial, final)
@@ -80,13 +92,11 @@ def save_checkpoint(state: TrainState, run: RunState, tokenizer: Any, folder: Pa
             _flush(folder)
             for old in complete_checkpoints(folder)[0][:-keep_last]:
                 shutil.rmtree(old)
-    except (OSError, RuntimeError) as error:
-        # torch and safetensors report a full disk as a RuntimeError of their own
+    except WRITE_ERRORS as error:
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
-        kept = complete_checkpoints(folder)[0]
-        raise TrainingStopped(f"{final}: could not be written ({' '.join(str(error).split())[:200]}); the last good checkpoint "
-                              f"is {kept[-1] if kept else 'none'}; free some space and run the same command") from error
+        with stop_when_refused(final, folder):
+            raise error
     accelerator.wait_for_everyone()
     return final
 
@@ -95,13 +105,14 @@ def _seal(partial: Path, run: RunState) -> None:
     """Flush every file, note its size, and write run_state.json last: its presence says that all is there."""
     files = {}
     for path in sorted(partial.rglob("*")):
+        _flush(path)
         if path.is_file():
-            _flush(path)
             files[str(path.relative_to(partial))] = path.stat().st_size
     run.files = files
     path = partial / RUN_STATE
     path.write_text(json.dumps(asdict(run), indent=1), encoding="utf-8")
     _flush(path)
+    _flush(partial)
     if problem := checkpoint_problem(partial):
         raise OSError(problem)
 
@@ -152,6 +163,22 @@ def complete_checkpoints(folder: Path) -> tuple[list[Path], list[str]]:
     return complete, ignored
 
 
+@contextmanager
+def stop_when_refused(path: Path, folder: Path) -> Iterator[None]:
+    """TrainingStopped where the disk refuses to take `path`; it names the newest complete checkpoint in `folder`."""
+    try:
+        yield
+    except WRITE_ERRORS as error:
+        raise TrainingStopped(f"{path}: could not be written ({' '.join(str(error).split())[:200]}); {last_good(folder)}; "
+                              "free some space and run the same command") from error
+
+
+def last_good(folder: Path) -> str:
+    """The newest complete checkpoint, in words."""
+    complete = complete_checkpoints(folder)[0]
+    return f"the last good checkpoint is {complete[-1]}" if complete else "there is no good checkpoint yet"
+
+
 def choose_checkpoint(config: RunConfig, output: Path, say: Callable[[str], Any]) -> tuple[Path | None, RunState | None]:
     """The checkpoint to go on from, by `config.resume`, and what it is of. Raises BadInput."""
     if config.resume not in ("auto", "none"):
@@ -170,8 +197,8 @@ def choose_checkpoint(config: RunConfig, output: Path, say: Callable[[str], Any]
 
 def resume_problems(run: RunState, config: RunConfig, shape: LlamaConfig, data: str) -> list[str]:
     """What makes a run another one than that which saved its checkpoint, a line each."""
-    found = [f"{name}={getattr(config, name)}: the checkpoint was trained with {run.config[name]}; set that, or another "
-             "output_dir" for name in changed_options(run.config, config)]
+    found = [f"{name}={getattr(config, name)}: the checkpoint was trained with {name}={run.config[name]}; set that, or "
+             "another output_dir" for name in changed_options(run.config, config)]
     if not found and run.shape != shape:
         found.append("the shape of the model is not the checkpoint's; use the model it was trained with, or another output_dir")
     if not found and run.data != data:
@@ -183,11 +210,12 @@ def resume_problems(run: RunState, config: RunConfig, shape: LlamaConfig, data: 
 def load_checkpoint(state: TrainState, checkpoint: Path, run: RunState, say: Callable[[str], Any]) -> None:
     """Put model, optimizer, schedule, scaler and random numbers back; `say` what could not be kept."""
     accelerator = state.accelerator
-    random_file = checkpoint / f"random_states_{accelerator.process_index}.pkl"
     accelerator.load_state(str(checkpoint))
-    if not random_file.exists():  # load_state goes on without a word
-        say(f"{checkpoint}: holds no random state for process {accelerator.process_index} (saved by {run.world_size} "
-            "process(es)); dropout draws anew from the seed")
+    # load_state goes on without a word where one is missing
+    if missing := [str(rank) for rank in range(accelerator.num_processes)
+                   if not (checkpoint / f"random_states_{rank}.pkl").exists()]:
+        say(f"{checkpoint}: holds no random state for process {', '.join(missing)} (saved by {run.world_size} process(es)); "
+            "dropout draws anew from the seed")
 
 
 @dataclass
@@ -219,7 +247,7 @@ def open_model(source: str) -> Opened:
         model = LlamaForCausalLM(run.shape)
         load_weights(model, str(path))
         return Opened(path, model.eval(), load_tokenizer(str(path / "tokenizer")), run.config)
-    if not path.exists() and source.startswith((".", "/", "~")) or path.is_file():
+    if (not path.exists() and source.startswith((".", "/", "~"))) or path.is_file():
         raise BadInput(f"{source}: no such folder; want a checkpoint, a run's folder, or a Llama folder of transformers")
     model = load_model(source)
     beside = path.parent / "config.yaml"  # an export lies in the folder of its run

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from memtrain.command import TrainingStopped
+from memtrain.training.checkpoint import last_good, stop_when_refused
 from memtrain.training.progress import Progress
 from memtrain.training.step import StepResult
 
@@ -58,6 +59,7 @@ class TrainLog:
         self.path, self.accelerator = path, accelerator
         self.rows: list[dict[str, Any]] = []
         self.figures: list[torch.Tensor] = []
+        self.has_norm = True
         self.since = time.perf_counter()
 
     def keep_until(self, step: int) -> None:
@@ -84,7 +86,9 @@ class TrainLog:
         """Note an update that was made; waits for nothing."""
         self.rows.append({"step": progress.step, "loss": None, "learning_rate": learning_rate, "grad_norm": None,
                           "tokens": progress.tokens, "targets": result.target_count})
-        self.figures.append(torch.stack((result.loss_sum.float(), result.grad_norm.float())))
+        norm = result.loss_sum.new_zeros(()) if result.grad_norm is None else result.grad_norm.float()
+        self.figures.append(torch.stack((result.loss_sum.float(), norm)))
+        self.has_norm = result.grad_norm is not None
 
     def flush(self, progress: Progress) -> str:
         """Fetch, check and write the rows since the last flush; returns the newest in words. All processes call it.
@@ -102,13 +106,14 @@ class TrainLog:
         self.start_clock()
         speed = sum(row["targets"] for row in rows) / seconds
         for row, loss_sum, norm in zip(rows, losses, norms, strict=True):
-            row["loss"], row["grad_norm"] = loss_sum / row.pop("targets"), norm
+            row["loss"], row["grad_norm"] = loss_sum / row.pop("targets"), norm if self.has_norm else None
             row |= {"tokens_per_second": speed, "peak_bytes": peak_bytes(self.accelerator.device)}
         self._write(rows)
         for row in rows:
-            if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"]):
+            if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"] or 0.0):
                 raise TrainingStopped(f"update {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}, not finite; "
-                                      "nothing was saved after it; lower learning_rate, or look at the data")
+                                      f"nothing was saved after it, {last_good(self.path.parent / 'checkpoints')}; lower "
+                                      "learning_rate, or look at the data")
         return f"loss {rows[-1]['loss']:.3f}, {speed:,.0f} tokens/s"
 
     def write_evaluation(self, step: int, metrics: dict[str, float] | None) -> None:
@@ -125,7 +130,8 @@ class TrainLog:
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         if self.accelerator.is_main_process:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(strict_json(row) + "\n" for row in rows))
+            with stop_when_refused(self.path, self.path.parent / "checkpoints"):
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write("".join(strict_json(row) + "\n" for row in rows))
         for row in rows if self.accelerator.trackers else ():
             self.accelerator.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])

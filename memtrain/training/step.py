@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import (
     AORecipeKwargs,
+    AutocastKwargs,
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
     broadcast_object_list,
@@ -28,7 +29,7 @@ from memtrain.data.prepare import Data
 from memtrain.model.huggingface import load_weights
 from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig, is_weights_source
-from memtrain.optim.factory import make_optimizer
+from memtrain.optim.factory import make_optimizer, update_in_backward
 from memtrain.optim.schedule import learning_rate_factor
 
 Result = TypeVar("Result")
@@ -43,6 +44,7 @@ class TrainState:
     optimizer: Any
     scheduler: Any
     max_grad_norm: float | None
+    in_backward: bool = False
 
     @property
     def learning_rate(self) -> float:
@@ -53,11 +55,11 @@ class TrainState:
 @dataclass
 class StepResult:
     """loss_sum: float32 scalar on the device, summed over this process's targets. grad_norm: scalar on the device, over
-    all processes, before clipping. applied: whether the weights moved."""
+    all processes, before clipping; None where no moment has all gradients. applied: whether the weights moved."""
 
     loss_sum: Tensor
     target_count: int
-    grad_norm: Tensor
+    grad_norm: Tensor | None
     applied: bool
 
 
@@ -68,6 +70,8 @@ def make_accelerator(config: RunConfig) -> Accelerator:
         InitProcessGroupKwargs(timeout=timedelta(hours=6)),  # the first process may tokenise a large corpus for long
     ]
     precision = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    # Each weight is used once in a forward: kept casts (2 bytes a parameter) would never be used again.
+    handlers.append(AutocastKwargs(cache_enabled=False))
     if precision == "fp8":
         handlers.append(AORecipeKwargs())
     # The schedule counts updates that were made, on any number of processes: the loop steps it, not Accelerate.
@@ -101,21 +105,23 @@ def build_model(config: RunConfig, shape: LlamaConfig) -> LlamaForCausalLM:
         torch.set_default_dtype(default)
     if is_weights_source(config.model):
         load_weights(model, config.model)
-    model.set_gradient_checkpointing(config.gradient_checkpointing, config.checkpointed_layers)
+    model.set_gradient_checkpointing(config.gradient_checkpointing, config.checkpointed_layers, config.compile)
+    model.model.offload_activations = config.offload_activations
+    model.loss_chunk_tokens = None if config.loss_chunk_tokens == "auto" else int(config.loss_chunk_tokens)
     return model
 
 
 def build(config: RunConfig, shape: LlamaConfig, accelerator: Accelerator, total_steps: int) -> TrainState:
     """Model, optimizer and schedule of a run, prepared by Accelerate."""
     model = build_model(config, shape)
-    if config.compile:
-        for layer in model.model.layers:
-            layer.compile()  # in place: the names of the parameters stay
     optimizer = make_optimizer(model, config)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, total_steps, config))
     # each process draws its own dropout
     torch.manual_seed(config.seed + accelerator.process_index)
-    return TrainState(accelerator, *accelerator.prepare(model, optimizer, scheduler), config.max_grad_norm)
+    model, prepared_optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    if config.optimizer_in_backward:
+        update_in_backward(optimizer)
+    return TrainState(accelerator, model, prepared_optimizer, scheduler, config.max_grad_norm, config.optimizer_in_backward)
 
 
 def micro_batch_size(config: RunConfig, num_processes: int) -> int:
@@ -168,7 +174,7 @@ def train_step(state: TrainState, update: Update) -> StepResult:
     accelerator = state.accelerator
     loss_sum = torch.zeros((), device=accelerator.device)
     if update.target_count == 0:
-        return StepResult(loss_sum, 0, loss_sum, applied=False)
+        return StepResult(loss_sum, 0, None, applied=False)
     state.model.train()
     # data-parallel gradients are averaged over processes; the loss of an update is a sum
     scale = accelerator.num_processes / update.target_count
@@ -180,7 +186,7 @@ def train_step(state: TrainState, update: Update) -> StepResult:
         loss_sum += loss.detach()
     # without a limit the norm is still wanted: a non-finite one must stop the run before it is saved
     limit = math.inf if state.max_grad_norm is None else state.max_grad_norm
-    grad_norm = accelerator.clip_grad_norm_(state.model.parameters(), limit)
+    grad_norm = None if state.in_backward else accelerator.clip_grad_norm_(state.model.parameters(), limit)
     applied = optimizer_step(state)
     return StepResult(loss_sum, update.target_count, grad_norm, applied)
 

@@ -80,8 +80,8 @@ def test_frequencies_follow_the_softmax(temperature, top_k):
 
 
 def test_low_precision_logits_are_drawn_in_float32():
-    """In bfloat16 the probabilities of many tokens would not add up to 1, and rare ones would not exist."""
-    logits = torch.zeros(1000, dtype=torch.bfloat16)
-    drawn = {choose_token(logits, 1.0, None, torch.Generator().manual_seed(seed)) for seed in range(200)}
-    assert len(drawn) > 150 and max(drawn) > 900
-    assert choose_token(logits, 0, None, None) == 0
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    drawn, wanted = ([choose_token(values, 0.9, None, torch.Generator().manual_seed(seed)) for seed in range(300)]
+                     for values in (logits, logits.float()))
+    assert drawn == wanted
+    assert len(set(drawn)) > 100

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,14 +57,16 @@ def exported(make_model, tokenizer, tmp_path):
 
 def load_theirs(folder, **kwargs):
     """transformers' model of a folder; nothing missing, nothing left over."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+    model, info = loaded
     assert not any(info.values()), info
     return model.eval()
 
 
 def assert_same_logits(one, other, tolerance=1e-6):
     with torch.no_grad():
-        found, wanted = (out if isinstance(out, torch.Tensor) else out.logits for out in (one(INPUT_IDS), other(INPUT_IDS)))
+        outs = one(INPUT_IDS), other(INPUT_IDS)
+    found, wanted = (out if isinstance(out, torch.Tensor) else out.logits for out in outs)
     error = ((found - wanted).abs().max() / wanted.abs().max()).item()
     assert error <= tolerance, f"logits differ by {error:.2e} of the largest"
 
@@ -78,7 +81,7 @@ def one_line(error):
     return message
 
 
-# -- export --------------------------------------------------------------------------------------------------------------
+# -- export
 
 
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
@@ -249,7 +252,6 @@ export({name: tensor * 0 for name, tensor in model.state_dict().items()}, model.
 """
 
 
-@pytest.mark.slow
 def test_a_killed_export_leaves_the_old_one_whole(exported):
     ours, folder = exported(**HARD)
     before = files(folder)
@@ -270,7 +272,6 @@ print(out[0].tolist())
 """
 
 
-@pytest.mark.slow
 def test_a_fresh_process_generates(exported):
     """Case E5."""
     from memtrain.model.generate import generate
@@ -283,7 +284,7 @@ def test_a_fresh_process_generates(exported):
     assert "Warning" not in child.stderr and "warning" not in child.stderr, child.stderr
 
 
-# -- import --------------------------------------------------------------------------------------------------------------
+# -- import
 
 
 @pytest.fixture
@@ -334,7 +335,8 @@ def test_sharded_and_in_bfloat16(saved):
 def test_config_json_of_version_4(saved, scaling, type_key):
     theirs, folder = saved(rope_theta=500000.0, rope_scaling=scaling)
     old = scaling and {type_key if key == "rope_type" else key: value for key, value in scaling.items()}
-    edit_config(folder, remove=("rope_parameters", "dtype"), rope_theta=500000.0, rope_scaling=old, torch_dtype="float32")
+    edit_config(folder, remove=("rope_parameters", "dtype"), rope_theta=500000.0, rope_scaling=old,
+                torch_dtype="float32")
     shape = read_config_json(folder / "config.json")
     assert shape.rope_theta == 500000.0 and shape.rope_scaling == scaling
     assert_same_logits(load_model(str(folder)), theirs)
@@ -372,7 +374,8 @@ def test_a_tied_head_stored_all_the_same(saved):
 CONFIG_ERRORS = {
     "other_architecture": ({"model_type": "qwen2"}, "model_type is qwen2"),
     "other_activation": ({"hidden_act": "gelu"}, "hidden_act is gelu"),
-    "unknown_rope": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "rotary scaling yarn"),
+    "unknown_rope": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}},
+                     "rotary scaling yarn"),
     "unknown_rope_4": ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
                        "rotary scaling dynamic"),
     "rope_without_factor": ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
@@ -406,8 +409,8 @@ FOLDER_ERRORS = {
     "missing": (lambda folder: edit_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight")),
                 "1 tensors are missing, model.layers.1.mlp.up_proj.weight"),
     "extra": (lambda folder: edit_weights(folder, lambda weights: weights.update(score=torch.ones(2))), "tensor score"),
-    "shape": (lambda folder: edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(31)})),
-              "model.norm.weight is (31,)"),
+    "shape": (lambda folder: edit_weights(folder, lambda weights: weights.update(
+        {"model.norm.weight": torch.ones(31)})), "model.norm.weight is (31,)"),
     "transposed": (lambda folder: edit_weights(folder, lambda weights: weights.update(
         {"model.layers.0.mlp.up_proj.weight": weights["model.layers.0.mlp.up_proj.weight"].T.contiguous()})),
         "(32, 64)"),

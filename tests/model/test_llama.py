@@ -69,14 +69,16 @@ def assert_twins_agree(ours, theirs, input_ids, labels, attention_mask=None, our
 @pytest.mark.parametrize("changes", GRID.values(), ids=GRID.keys())
 def test_equals_transformers(twins, changes):
     input_ids = rows()
-    assert_twins_agree(*twins(**changes), input_ids, input_ids)
+    ours, theirs = twins(**changes)
+    assert_twins_agree(ours, theirs, input_ids, input_ids)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_padding_on_the_right_needs_no_mask(twins, attention):
     input_ids, mask = rows(), torch.ones(2, 64, dtype=torch.int64)
     mask[0, -PADDED:] = 0
-    assert_twins_agree(*twins(attention), input_ids, input_ids.where(mask.bool(), -100), mask, our_mask=None)
+    ours, theirs = twins(attention)
+    assert_twins_agree(ours, theirs, input_ids, input_ids.where(mask.bool(), -100), mask, our_mask=None)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -86,7 +88,8 @@ def test_padding_on_the_left(twins, attention):
     labels = input_ids.where(mask.bool(), -100)
     # the first real token is nobody's to predict: a pad would have to
     labels[0, PADDED] = -100
-    assert_twins_agree(*twins(attention), input_ids, labels, mask, our_mask=mask)
+    ours, theirs = twins(attention)
+    assert_twins_agree(ours, theirs, input_ids, labels, mask, our_mask=mask)
 
 
 def test_what_stands_under_padding_does_not_matter(make_model):
@@ -104,7 +107,8 @@ def test_a_row_of_padding_alone(twins, attention):
     input_ids, mask = rows(), torch.ones(2, 64, dtype=torch.int64)
     mask[0] = 0
     labels = input_ids.where(mask.bool(), -100)
-    assert_twins_agree(*twins(attention), input_ids, labels, mask, our_mask=mask)
+    ours, theirs = twins(attention)
+    assert_twins_agree(ours, theirs, input_ids, labels, mask, our_mask=mask)
 
 
 def test_nothing_but_padding(make_model):

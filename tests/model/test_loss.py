@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from memtrain.model.loss import CHUNK_BYTES, IGNORE, SMALLEST_CHUNK_TOKENS, automatic_chunk_tokens, linear_cross_entropy
 
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 T, D, V = 50, 16, 97
 
 
@@ -72,7 +72,8 @@ def test_ignored_tokens_may_hold_anything():
     other_hidden, other_weight, _ = example(ignored=0.3)
     with torch.no_grad():
         other_hidden[targets == IGNORE] = 9.0
-    loss, other_loss = (linear_cross_entropy(h, w, targets, 7) for h, w in ((hidden, weight), (other_hidden, other_weight)))
+    loss = linear_cross_entropy(hidden, weight, targets, 7)
+    other_loss = linear_cross_entropy(other_hidden, other_weight, targets, 7)
     (loss + other_loss).backward()
     assert torch.equal(loss, other_loss)
     assert torch.equal(hidden.grad, other_hidden.grad) and torch.equal(weight.grad, other_weight.grad)
@@ -109,7 +110,7 @@ def test_second_backward_is_refused():
         loss.backward()
 
 
-# -- low precision -------------------------------------------------------------------------------------------------------
+# -- low precision
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -142,19 +143,26 @@ def test_low_precision_weights(dtype, chunk):
 
 
 def test_small_probabilities_do_not_vanish_in_float16():
-    """Rows of the head that are no target get p * hidden alone: 1 / V, below float16's normal numbers for a large V."""
-    hidden, weight, targets = example(torch.float16, t=64, v=60000)
-    with torch.no_grad():
-        hidden.mul_(0.02)
+    """60,000 tokens of probability 5e-9 each, zero in float16, are together as large as what the target lacks to 1."""
+    vocab, t = 60000, 64
+    hidden = torch.full((t, D), 0.1, dtype=torch.float16)
+    hidden[:, 0] = 19.0
+    weight = torch.full((vocab, D), 0.5, dtype=torch.float16)
+    weight[:, 0] = 0.0
+    weight[3] = 0.0
+    weight[3, 0] = 1.05
+    targets = torch.full((t,), 3)
+    hidden.requires_grad_()
+    weight.requires_grad_()
     loss = linear_cross_entropy(hidden, weight, targets)
     # as a scaler does: the mean over the tokens, times 65536
-    scale = 65536 / 64
+    scale = 65536 / t
     (loss * scale).backward()
     _, grad_hidden, grad_weight = reference(hidden, weight, targets, scale)
-    assert_near(hidden.grad, grad_hidden, "gradient of hidden", 3e-3)
-    others = torch.ones(60000).bool()
-    others[targets[targets != IGNORE]] = False
-    assert_near(weight.grad[others], grad_weight[others], "gradient of the rows that are no target", 3e-2)
+    assert_near(hidden.grad, grad_hidden, "gradient of hidden", 2e-2)
+    assert hidden.grad is not None and weight.grad is not None
+    assert_near(hidden.grad[:, 1], grad_hidden[:, 1], "gradient of hidden, the part of the other tokens", 2e-2)
+    assert_near(weight.grad[4:], grad_weight[4:], "gradient of the other tokens' rows", 2e-2)
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -170,7 +178,7 @@ def test_a_frequent_token_does_not_overflow_float16(autocast):
     assert_equals_reference(hidden, weight, targets, loss, 3e-3, scale=1 / 1000)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
 def test_the_scale_is_not_rounded_to_float16(device):
     """1.3e-3 / 1024 has three bits in float16: rounded to them, the gradient would be some percent off."""
     hidden, weight, targets = (tensor.detach().to(device) for tensor in example(torch.float16))
@@ -179,7 +187,7 @@ def test_the_scale_is_not_rounded_to_float16(device):
     assert_near(hidden.grad, reference(hidden, weight, targets, 1.3e-3)[1], "gradient of hidden", 3e-3)
 
 
-# -- what is needed, and no more ------------------------------------------------------------------------------------------
+# -- what is needed, and no more
 
 
 @pytest.mark.parametrize("need_hidden, need_weight", [(True, False), (False, True)])

@@ -112,7 +112,8 @@ def test_second_epoch_sees_exactly_the_remaining_samples(job, tmp_path, monkeypa
     monkeypatch.setattr(order, "row_index", spy)
     whole = job.trained(tmp_path / "whole", **options)
     first, second = seen[:count], seen[count:]
-    assert sorted(first) == sorted(second) == list(range(count)) and first != second, "each row once per epoch, shuffled"
+    assert sorted(first) == sorted(second) == list(range(count)), "each row once per epoch"
+    assert first != second, "shuffled anew"
     step = count // 8 + 2  # in the second epoch
     seen.clear()
     run = stopped_after(whole, tmp_path / "run", step)
@@ -121,7 +122,7 @@ def test_second_epoch_sees_exactly_the_remaining_samples(job, tmp_path, monkeypa
     assert_same_run(whole, run, steps)
 
 
-# ---- real processes, really killed ---------------------------------------------------------------------------------------
+# ---- real processes, really killed -----------------------------------------------------------------------------------
 
 def kill_and_go_on(job, tmp_path, world_size, seconds_after, **options):
     """A run of real processes, killed somewhere after update 12, and gone on with by real processes."""
@@ -214,7 +215,7 @@ def test_signal_to_whole_process_groups(job, tmp_path, world_size, number, code)
     assert len(list((run / "checkpoints").iterdir())) == 1
 
 
-# ---- broken files --------------------------------------------------------------------------------------------------------
+# ---- broken files ----------------------------------------------------------------------------------------------------
 
 def empty_folder(path):
     shutil.rmtree(path)
@@ -236,7 +237,8 @@ DAMAGE = {
     "empty model": (lambda path: os.truncate(path / "model.safetensors", 0), "model.safetensors has 0 bytes"),
     "no model": (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is missing"),
     "no random state": (lambda path: (path / "random_states_0.pkl").unlink(), "random_states_0.pkl is missing"),
-    "writing did not end": (lambda path: path.rename(path.with_name(f".partial-{path.name}")), "its writing did not end"),
+    "writing did not end": (lambda path: path.rename(path.with_name(f".partial-{path.name}")),
+                            "its writing did not end"),
 }
 
 
@@ -252,7 +254,7 @@ def test_broken_newest_checkpoint_is_named_and_passed_over(job, unbroken, tmp_pa
     assert len(named) == 1 and "step-00000018" in named[0] and reason in named[0], outcome.out
     assert "update 17 of 20" in outcome.out
     assert_same_run(whole, run, 20)
-    assert not list((run / "checkpoints").glob(".partial-*")), "what was half written is cleared away once it is written anew"
+    assert not list((run / "checkpoints").glob(".partial-*")), "cleared away once it is written anew"
 
 
 def test_evaluation_and_export_name_what_they_pass_over(job, unbroken, tmp_path):

@@ -1,0 +1,90 @@
+"""Linear and RMSNorm that keep for the backward only what cannot be had again for next to nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """Dtype in which a matrix product of `tensor` runs: autocast's where it is on, else the tensor's own."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` that under autocast keeps its weight for the backward, and not the weight's cast copy.
+
+    The copy (2 bytes a parameter, alive from forward to backward) is made a second time in the backward; the results are the
+    same bits. `recomputed` says that a checkpointed layer makes the copy again anyway: there the plain product is right, and
+    lets the recomputation of a layer end before its last product.
+    """
+
+    recomputed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = compute_dtype(x)
+        if self.weight.dtype == dtype or self.recomputed or not torch.is_grad_enabled():
+            return super().forward(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return _CastLinear.apply(x.to(dtype), self.weight, self.bias)
+
+
+class _CastLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        flat = grad.flatten(0, -2)
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (flat @ weight.to(x.dtype)).view_as(x)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (flat.t() @ x.flatten(0, -2)).to(weight.dtype)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            grad_bias = flat.sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis (arXiv 1910.07467), in float32 inside.
+
+    Keeps its input, which the residual stream keeps anyway, and a number per token. Under autocast the result is given in
+    autocast's dtype once, instead of being cast by each matrix product after it.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, self.weight, self.eps, compute_dtype(x))
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        normed, grad = x.float() * scale, grad.float()
+        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_normed = grad * weight
+        # d/dx of x * scale(x): the part of the gradient along the normed row drops out
+        along = (grad_normed * normed).mean(-1, keepdim=True)
+        grad_x = grad_normed.sub_(normed.mul_(along)).mul_(scale).to(x.dtype)
+        return grad_x, grad_weight, None, None

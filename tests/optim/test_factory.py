@@ -1,0 +1,79 @@
+"""Parameter groups, and AdamW against its published steps in float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from memtrain.config import RunConfig
+from memtrain.model.llama import LlamaForCausalLM
+from memtrain.model.presets import LlamaConfig
+from memtrain.optim.factory import OPTIMIZERS, make_optimizer, parameter_groups
+
+SHAPE = LlamaConfig(97, 32, 64, 2, 4, 2, 8, attention_bias=True)
+
+
+def groups_by_name(model, weight_decay=0.1):
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {group["weight_decay"]: {names[id(parameter)] for parameter in group["params"]}
+            for group in parameter_groups(model, weight_decay)}
+
+
+def test_norms_and_biases_do_not_decay():
+    model = LlamaForCausalLM(SHAPE)
+    groups = groups_by_name(model)
+    plain = {name for name, _ in model.named_parameters() if "norm" in name or name.endswith("bias")}
+    assert len(plain) == 5 + 8
+    assert groups[0.0] == plain
+    assert groups[0.1] == {name for name, _ in model.named_parameters()} - plain
+
+
+def test_frozen_parameters_are_left_out_and_tied_ones_come_once():
+    tied = LlamaForCausalLM(LlamaConfig(97, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True))
+    listed = [parameter for group in parameter_groups(tied, 0.1) for parameter in group["params"]]
+    assert len(listed) == len({id(parameter) for parameter in listed}) == len(list(tied.parameters()))
+    tied.model.embed_tokens.weight.requires_grad_(False)
+    assert not any(parameter is tied.model.embed_tokens.weight for group in parameter_groups(tied, 0.1)
+                   for parameter in group["params"])
+    assert [group["weight_decay"] for group in parameter_groups(torch.nn.Linear(3, 3, bias=False), 0.1)] == [0.1]
+
+
+def test_options_reach_the_optimizer():
+    config = RunConfig(max_steps=1, learning_rate=3e-4, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6, weight_decay=0.2)
+    optimizer = make_optimizer(LlamaForCausalLM(SHAPE), config)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    for group, decay in zip(optimizer.param_groups, (0.2, 0.0), strict=True):
+        assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (3e-4, (0.8, 0.9), 1e-6, decay)
+
+
+def test_every_name_of_the_options_is_built():
+    from dataclasses import fields
+
+    choices = next(f.metadata["choices"] for f in fields(RunConfig) if f.name == "optimizer")
+    assert set(choices) == set(OPTIMIZERS)
+
+
+def test_adamw_against_float64():
+    """arXiv 1711.05101, algorithm 2, with the decay scaled by the learning rate."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7))
+    config = RunConfig(max_steps=1, learning_rate=0.01, weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3)
+    optimizer = make_optimizer(model, config)
+    reference = copy.deepcopy(model).double()
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in reference.parameters()]
+    for step in range(1, 11):
+        for p, q, (first, second) in zip(model.parameters(), reference.parameters(), moments, strict=True):
+            gradient = torch.randn_like(p)
+            p.grad = gradient
+            g = gradient.double()
+            with torch.no_grad():
+                first.mul_(0.8).add_(0.2 * g)
+                second.mul_(0.9).add_(0.1 * g * g)
+                q.mul_(1 - 0.01 * (0.3 if q.dim() > 1 else 0.0))
+                q.sub_(0.01 * (first / (1 - 0.8**step)) / ((second / (1 - 0.9**step)).sqrt() + 1e-3))
+        optimizer.step()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert p.tolist() == pytest.approx(q.float().tolist(), rel=1e-5, abs=1e-6) if p.dim() == 1 else torch.allclose(
+            p.double(), q, rtol=1e-5, atol=1e-6), name
