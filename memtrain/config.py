@@ -248,7 +248,7 @@ def config_problems(config: RunConfig) -> list[str]:
     if config.streaming and config.epochs is not None:
         found.append(f"epochs={config.epochs} with streaming=true: a stream has no known length; set max_steps instead")
     if config.streaming and config.tokenizer in (None, "train") and not Path(config.model).expanduser().is_dir():
-        found.append("streaming=true without a tokenizer: it cannot be trained on a stream; set tokenizer to a folder or hub id")
+        found.append("streaming=true without a tokenizer: none can be trained on a stream; set tokenizer to a folder or hub id")
     if config.max_steps is not None and (config.warmup_steps or 0) > config.max_steps:
         found.append(f"warmup_steps={config.warmup_steps}: more than max_steps={config.max_steps}; lower warmup_steps")
     if config.document_mask and config.packing != "packed":

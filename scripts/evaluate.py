@@ -25,7 +25,8 @@ def main(arguments: list[str]) -> int:
         return 0
     words, given, problems = read_arguments(arguments, {**option_kinds(EVALUATION_OPTIONS), "json": Option()})
     if len(words) != 1:
-        problems.append(f"{len(words)} paths: want one: a checkpoint, a run's folder, or a Llama folder of transformers; see --help")
+        problems.append(f"{len(words)} paths: want one: a checkpoint, a run's folder, or a Llama folder of transformers; see "
+                        "--help")
     json_path = Path(given.pop("json")) if "json" in given else None
     make_config(DEFAULTS, given, problems=problems)
     if json_path is not None:

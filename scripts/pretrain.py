@@ -72,8 +72,8 @@ def main(arguments: list[str]) -> int:
             log.keep_until(progress.step)
     if config.report_to is not None:
         accelerator.init_trackers("memtrain", {name: str(value) for name, value in asdict(config).items()})
-    say(f"{config.model}: {shape.parameter_count / 1e6:.1f}M parameters; {data.report.documents:,} documents; {steps} updates of "
-        f"{config.global_batch_size} x {config.seq_len} tokens on {accelerator.num_processes} x {accelerator.device.type}, "
+    say(f"{config.model}: {shape.parameter_count / 1e6:.1f}M parameters; {data.report.documents:,} documents; {steps} updates "
+        f"of {config.global_batch_size} x {config.seq_len} tokens on {accelerator.num_processes} x {accelerator.device.type}, "
         f"mixed_precision={accelerator.mixed_precision}")
     if checkpoint is not None:
         checkpoints.load_checkpoint(state, checkpoint, run, say)

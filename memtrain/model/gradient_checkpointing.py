@@ -60,7 +60,7 @@ def _selective_contexts(kept: tuple[str, ...]) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-POLICIES = {
+POLICIES: dict[str, Callable[..., Tensor]] = {
     "none": run_plain,
     # nothing but norms, rotary embedding, SiLU, sums and casts is computed again: no product is
     "selective": partial(run_selective, kept=PRODUCTS[:-1]),

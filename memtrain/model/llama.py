@@ -7,6 +7,7 @@ C head width, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -160,8 +161,9 @@ class LlamaModel(nn.Module):
 
     def set_gradient_checkpointing(self, kind: str, layers: int, compiled: bool) -> None:
         """In training, run the first `layers` layers by policy `kind` and the others plainly; maybe compiled one by one."""
-        self.runs = [partial(POLICIES[kind if index < layers else "none"], layer,
-                             keep_rng=self.config.attention_dropout > 0) for index, layer in enumerate(self.layers)]
+        self.runs: list[Callable[..., Tensor]] = [
+            partial(POLICIES[kind if index < layers else "none"], layer, keep_rng=self.config.attention_dropout > 0)
+            for index, layer in enumerate(self.layers)]
         if compiled:
             # the policy inside: the compiler then chooses what to keep by it
             self.runs = [torch.compile(run) for run in self.runs]

@@ -1,25 +1,26 @@
 """Loss head that never holds the logits: matrix product and cross-entropy, a chunk of tokens at a time.
 
-Shapes in names: T tokens, c tokens of a chunk, D hidden, V vocabulary.
+Shapes in names: T tokens, c tokens of a chunk, D hidden, V vocabulary, b rows of a block of the vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100
-# float32 logits of one chunk. Larger chunks were not faster, smaller ones starve the matrix product.
-CHUNK_BYTES = 32 * 2**20
-SMALLEST_CHUNK_TOKENS = 64
+# Each chunk reads and writes the whole gradient of the weight once: it needs enough tokens for the products to outweigh that.
+CHUNK_TOKENS = {"cpu": 128, "cuda": 1024}
+CHUNK_BYTES = 16 * 2**20  # a chunk of fewer float32 logits than this saves nothing worth having
+BLOCK_BYTES = 8 * 2**20  # float32 rows of the weight that are cast, or whose gradient is formed, at a time
 
 
-def automatic_chunk_tokens(vocab_size: int) -> int:
-    """Tokens whose float32 logits fill CHUNK_BYTES."""
-    return max(SMALLEST_CHUNK_TOKENS, CHUNK_BYTES // (4 * vocab_size))
+def automatic_chunk_tokens(vocab_size: int, device_type: str) -> int:
+    """Tokens of a chunk: the more of CHUNK_TOKENS of the device, and as many as fill CHUNK_BYTES with float32 logits."""
+    return max(CHUNK_TOKENS.get(device_type, CHUNK_TOKENS["cuda"]), CHUNK_BYTES // (4 * vocab_size))
 
 
 def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor,
@@ -31,7 +32,7 @@ def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
     Returns a float32 scalar. Holds no more than chunk_tokens x V logits; in training the gradients are formed chunk by
     chunk in the forward (no product is computed twice), so the backward only scales them.
     """
-    chunk = chunk_tokens or automatic_chunk_tokens(weight_VD.shape[0])
+    chunk = chunk_tokens or automatic_chunk_tokens(weight_VD.shape[0], hidden_TD.device.type)
     device = hidden_TD.device.type
     if torch.is_autocast_enabled(device):
         # The cast of hidden is on the graph; that of the weight happens inside: its copy lives only for the forward.
@@ -47,35 +48,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: int,
                 grad_enabled: bool) -> Tensor:
         need_hidden, need_weight = (grad_enabled and need for need in ctx.needs_input_grad[:2])
-        cast_VD = weight_VD.to(hidden_TD.dtype)
+        dtype, tokens = hidden_TD.dtype, hidden_TD.shape[0]
         # softmax - onehot is at most 1 and mostly near 1 / V, where float16 has few bits left: lift it before the cast
-        lift = 1024.0 if hidden_TD.dtype == torch.float16 else 1.0
+        lift = 1024.0 if dtype == torch.float16 else 1.0
         total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
         grad_hidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD) if need_weight else None
-        for start in range(0, hidden_TD.shape[0], chunk):
+        buffer_cV = torch.empty(min(chunk, tokens), weight_VD.shape[0], dtype=torch.float32, device=hidden_TD.device)
+        for start in range(0, tokens, chunk):
             hidden_cD, targets_c = hidden_TD[start:start + chunk], targets_T[start:start + chunk]
-            logits_cV = F.linear(hidden_cD, cast_VD).float()
-            log_sum_c = logits_cV.logsumexp(dim=-1)
+            logits_cV = buffer_cV[:hidden_cD.shape[0]]
+            for block, weight_bD in _blocks(weight_VD, dtype):
+                _product(hidden_cD, weight_bD.t(), out=logits_cV[:, block])
             real_c = targets_c != IGNORE
             index_c1 = targets_c.where(real_c, 0)[:, None]
-            losses_c = log_sum_c - logits_cV.gather(1, index_c1)[:, 0]
-            total += losses_c.where(real_c, 0.0).sum()
+            target_c, largest_c = logits_cV.gather(1, index_c1)[:, 0], logits_cV.amax(dim=1)
+            exp_cV = logits_cV.sub_(largest_c[:, None]).exp_()  # in place: there is one buffer of c x V and no other
+            sum_c = exp_cV.sum(dim=1)
+            total += (sum_c.log() + largest_c - target_c).where(real_c, 0.0).sum()
             if not (need_hidden or need_weight):
                 continue
-            grad_cV = logits_cV.sub_(log_sum_c[:, None]).exp_()
-            grad_cV.scatter_add_(1, index_c1, grad_cV.new_full((), -1.0).expand_as(index_c1))
-            grad_cV.mul_((real_c * lift)[:, None])
-            grad_cV = grad_cV.to(hidden_TD.dtype)
+            weight_c = (lift * real_c).float()
+            grad_cV = exp_cV.mul_((weight_c / sum_c)[:, None]).scatter_add_(1, index_c1, -weight_c[:, None])
+            # under the lift, a sum over tokens could pass float16's 65504: take it out before
+            divided_cD = hidden_cD if lift == 1.0 else hidden_cD / lift
+            grad_hidden_cD = hidden_cD.new_zeros(hidden_cD.shape, dtype=torch.float32)
+            for block, weight_bD in _blocks(weight_VD, dtype):
+                grad_cb = grad_cV[:, block].to(dtype)
+                if need_hidden:
+                    grad_hidden_cD += grad_cb @ weight_bD
+                if grad_weight_VD is not None:
+                    _add_product(grad_weight_VD[block], grad_cb.t(), divided_cD)
             if grad_hidden_TD is not None:
-                torch.mm(grad_cV, cast_VD, out=grad_hidden_TD[start:start + chunk])
-            if grad_weight_VD is not None:
-                if lift != 1.0:  # a sum over tokens, which the lift could push over float16's 65504: take it out before
-                    hidden_cD = hidden_cD / lift
-                if grad_weight_VD.dtype == grad_cV.dtype:
-                    grad_weight_VD.addmm_(grad_cV.t(), hidden_cD)
-                else:
-                    grad_weight_VD += grad_cV.t() @ hidden_cD
+                grad_hidden_TD[start:start + chunk] = grad_hidden_cD
         ctx.grads, ctx.lift = (grad_hidden_TD, grad_weight_VD), lift
         return total
 
@@ -93,10 +98,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden_TD, grad_weight_VD, None, None, None
 
 
+def _blocks(weight_VD: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of the weight in `dtype`, a block at a time, so that no cast copy of the whole exists. In float32 there is
+    nothing to cast and no narrower result to widen: one block."""
+    rows = weight_VD.shape[0] if dtype == torch.float32 else max(1, BLOCK_BYTES // (4 * weight_VD.shape[1]))
+    for start in range(0, weight_VD.shape[0], rows):
+        block = slice(start, start + rows)
+        yield block, weight_VD[block].to(dtype)
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """out = left @ right, widened to float32 after the product where that is narrower."""
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(left @ right)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
 def _scale_in_place(grad: Tensor, scale: Tensor) -> None:
     """grad [rows, D] times a float32 scalar, rounded once: CUDA's mul_ would first round the scalar to grad's dtype."""
     if grad.dtype == scale.dtype:
         grad.mul_(scale)
         return
-    for part in grad.split(max(1, CHUNK_BYTES // (4 * grad.shape[-1]))):
+    for part in grad.split(max(1, BLOCK_BYTES // (4 * grad.shape[-1]))):
         part.copy_(part.float().mul_(scale))

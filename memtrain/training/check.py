@@ -49,16 +49,16 @@ def in_backward_problems(config: RunConfig, num_processes: int) -> list[str]:
     """What an update within the backward does not go together with (beside clipping, which `config_problems` refuses)."""
     if not config.optimizer_in_backward:
         return []
-    remedy, found = "or set optimizer_in_backward=false", []
+    remedy, found = "or optimizer_in_backward=false", []
     share = config.global_batch_size // num_processes
     if num_processes > 1:
         found.append(f"optimizer_in_backward=true on {num_processes} processes with DistributedDataParallel: a parameter would "
                      f"be updated before its gradients are averaged; start one process, {remedy}")
     elif config.micro_batch_size not in ("auto", share):
-        found.append(f"optimizer_in_backward=true needs one micro-batch per update, got {share / int(config.micro_batch_size):g}"
-                     f"; set micro_batch_size={share}, {remedy}")
+        found.append(f"optimizer_in_backward=true needs one micro-batch per update, got "
+                     f"{share // int(config.micro_batch_size)}; set micro_batch_size={share}, {remedy}")
     if launch_precision(config) == "fp16":
-        found.append("optimizer_in_backward=true with mixed_precision=fp16: the scaler looks at all gradients before an update; "
+        found.append("optimizer_in_backward=true with mixed_precision=fp16: the scaler looks at all gradients first; "
                      f"set mixed_precision=bf16, {remedy}")
     return found
 

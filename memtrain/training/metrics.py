@@ -111,9 +111,9 @@ class TrainLog:
         self._write(rows)
         for row in rows:
             if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"] or 0.0):
-                raise TrainingStopped(f"update {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}, not finite; "
-                                      f"nothing was saved after it, {last_good(self.path.parent / 'checkpoints')}; lower "
-                                      "learning_rate, or look at the data")
+                raise TrainingStopped(f"update {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}, not "
+                                      f"finite; nothing was saved after it, {last_good(self.path.parent / 'checkpoints')}; "
+                                      "lower learning_rate, or look at the data")
         return f"loss {rows[-1]['loss']:.3f}, {speed:,.0f} tokens/s"
 
     def write_evaluation(self, step: int, metrics: dict[str, float] | None) -> None:
@@ -130,8 +130,8 @@ class TrainLog:
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         if self.accelerator.is_main_process:
-            with stop_when_refused(self.path, self.path.parent / "checkpoints"):
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.write("".join(strict_json(row) + "\n" for row in rows))
+            text = "".join(strict_json(row) + "\n" for row in rows)
+            with stop_when_refused(self.path, self.path.parent / "checkpoints"), self.path.open("a", encoding="utf-8") as file:
+                file.write(text)
         for row in rows if self.accelerator.trackers else ():
             self.accelerator.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memtrain.model.loss import CHUNK_BYTES, IGNORE, SMALLEST_CHUNK_TOKENS, automatic_chunk_tokens, linear_cross_entropy
+from memtrain.model import loss as loss_module
+from memtrain.model.loss import CHUNK_BYTES, CHUNK_TOKENS, IGNORE, automatic_chunk_tokens, linear_cross_entropy
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 T, D, V = 50, 16, 97
@@ -279,5 +280,35 @@ def test_only_the_needed_side_is_allocated(peak_bytes):
 
 
 def test_automatic_chunks():
-    assert automatic_chunk_tokens(32000) == CHUNK_BYTES // (4 * 32000)
-    assert automatic_chunk_tokens(10**9) == SMALLEST_CHUNK_TOKENS
+    assert automatic_chunk_tokens(4096, "cpu") == CHUNK_BYTES // (4 * 4096) > CHUNK_TOKENS["cpu"]
+    assert automatic_chunk_tokens(128256, "cpu") == CHUNK_TOKENS["cpu"]
+    assert automatic_chunk_tokens(128256, "cuda") == automatic_chunk_tokens(128256, "xpu") == CHUNK_TOKENS["cuda"]
+
+
+@pytest.mark.parametrize("block_rows", [7, 97, 4096])
+def test_blocks_of_the_vocabulary_change_nothing_but_rounding(monkeypatch, block_rows):
+    """Any size of block, also one that does not divide the vocabulary, against the whole in one block."""
+    def gradients(rows):
+        monkeypatch.setattr(loss_module, "BLOCK_BYTES", 4 * rows * 16)
+        hidden, weight, targets = example(t=64, d=16, v=300)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = linear_cross_entropy(hidden, weight, targets, 24)
+        loss.backward()
+        return loss.detach(), hidden.grad, weight.grad
+
+    for found, wanted in zip(gradients(block_rows), gradients(300), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3 * wanted.abs().max().item())
+
+
+def test_no_copy_of_the_weight_or_the_logits_under_autocast(peak_bytes, monkeypatch):
+    """Beyond one chunk of float32 logits, both gradients and the inputs: less than a cast copy of either."""
+    monkeypatch.setattr(loss_module, "BLOCK_BYTES", 2**16)
+
+    def work():
+        hidden, weight, targets = example(**BIG)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            linear_cross_entropy(hidden, weight, targets, CHUNK).backward()
+
+    inputs_and_gradients = 2 * WEIGHT_BYTES + 3 * HIDDEN_BYTES
+    chunk_logits_bytes = 4 * CHUNK * BIG["v"]
+    assert peak_bytes(work) <= inputs_and_gradients + chunk_logits_bytes + min(WEIGHT_BYTES, chunk_logits_bytes) // 2

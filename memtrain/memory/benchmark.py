@@ -1,0 +1,254 @@
+"""Side by side with a plain transformers loop: memory, speed, FLOPs and loss of one training step, recipe by recipe."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memtrain.config import RunConfig, make_config
+from memtrain.model.presets import PRESETS, LlamaConfig
+
+MIB = 2**20
+# glibc keeps freed memory by default; with these a process holds what its tensors hold
+TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+WARMUP_STEPS = 2  # the first makes the optimizer's state, the second is the first ordinary one
+
+SHAPES = {
+    # name: (shape, rows, tokens in a row)
+    "tiny": (PRESETS["tiny"], 8, 256),
+    "small": (PRESETS["small"], 4, 512),
+    "58m": (LlamaConfig(32000, 512, 1376, 8, 8, 8, 64), 2, 1024),
+}
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One recipe. peer: not ours. options: of `RunConfig`. cost: what it does to training, beside the plain loop."""
+
+    name: str
+    cost: str
+    options: dict[str, Any] = field(default_factory=dict)
+    peer: str = ""
+
+
+_BF16 = {"mixed_precision": "bf16"}
+_IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": None}
+_PURE = {"mixed_precision": "no", "param_dtype": "bfloat16", "gradient_checkpointing": "full"}
+LADDER = [
+    Rung("transformers, bf16 autocast", "-", peer="plain"),
+    Rung("transformers + checkpointing", "time", peer="checkpointing"),
+    Rung("memtrain, bf16 autocast", "rounding", _BF16),
+    Rung("+ selective checkpointing", "rounding", {**_BF16, "gradient_checkpointing": "selective"}),
+    Rung("+ selective_deep instead", "rounding, time", {**_BF16, "gradient_checkpointing": "selective_deep"}),
+    Rung("+ full instead", "rounding, time", {**_BF16, "gradient_checkpointing": "full"}),
+    Rung("+ full, update in backward", "rounding, time, no clipping",
+         {**_BF16, "gradient_checkpointing": "full", **_IN_BACKWARD}),
+    Rung("bf16 weights, AdamW", "changes the update", {**_PURE, "optimizer": "adamw"}),
+    Rung("+ 8-bit state", "changes the update", {**_PURE, "optimizer": "adamw_8bit"}),
+    Rung("+ 8-bit, update in backward", "changes the update", {**_PURE, "optimizer": "adamw_8bit", **_IN_BACKWARD}),
+    Rung("+ 4-bit, update in backward", "changes the update", {**_PURE, "optimizer": "adamw_4bit", **_IN_BACKWARD}),
+    Rung("+ Adafactor, in backward", "another optimizer", {**_PURE, "optimizer": "adafactor", **_IN_BACKWARD}),
+]
+# the same recipes as ours, twice: which is faster, and which is smaller, at equal settings
+PAIRS = [(precision, checkpointing) for precision in ("no", "bf16") for checkpointing in ("none", "full")]
+
+
+def transformers_step(shape: LlamaConfig, precision: str, checkpointing: bool) -> Callable[[torch.Tensor], float]:
+    """A plain loop's step over ids [rows, tokens + 1]: forward with labels, backward, AdamW. Returns the loss."""
+    from transformers import LlamaConfig as TransformersConfig
+    from transformers import LlamaForCausalLM
+
+    from memtrain.model.huggingface import config_dict
+
+    values = config_dict(shape, "float32", None, None, None)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(TransformersConfig(**{**values, "use_cache": False}))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def step(ids: torch.Tensor) -> float:
+        model.train()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+            # labels shift inside; one target less than ours, so both see the same tokens
+            loss = model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def memtrain_step(shape: LlamaConfig, options: dict[str, Any], rows: int, tokens: int) -> Callable[[torch.Tensor], float]:
+    """Our training step, built as pretrain.py builds it, over ids [rows, tokens + 1]. Returns the loss."""
+    from memtrain.data.order import Update
+    from memtrain.training.step import build, make_accelerator, train_step
+
+    config: RunConfig = make_config({
+        "max_steps": 1000, "warmup_steps": 0, "lr_schedule": "constant", "learning_rate": 1e-3, "global_batch_size": rows,
+        "seq_len": tokens, "max_grad_norm": None, **options})
+    state = build(config, shape, make_accelerator(config), total_steps=1000)
+
+    def step(ids: torch.Tensor) -> float:
+        batch = {"input_ids": ids[:, :-1], "targets": ids[:, 1:]}
+        count = batch["targets"].numel()
+        return train_step(state, Update([batch], count, rows, rows)).loss_sum.item() / count
+
+    return step
+
+
+def make_step(rung: Rung, shape_name: str) -> Callable[[torch.Tensor], float]:
+    shape, rows, tokens = SHAPES[shape_name]
+    if rung.peer:
+        return transformers_step(shape, rung.options.get("mixed_precision", "bf16"), rung.peer == "checkpointing")
+    return memtrain_step(shape, rung.options, rows, tokens)
+
+
+def token_rows(shape_name: str) -> torch.Tensor:
+    """int64 [rows, tokens + 1], the same for all recipes: ids with the frequencies of words (Zipf), so a loss can fall."""
+    shape, rows, tokens = SHAPES[shape_name]
+    odds = 1.0 / torch.arange(1, shape.vocab_size + 1, dtype=torch.float64)
+    return torch.multinomial(odds, rows * (tokens + 1), replacement=True,
+                             generator=torch.Generator().manual_seed(0)).view(rows, -1)
+
+
+def peak_tensor_bytes(work: Callable[[], Any]) -> int:
+    """Peak of the CPU allocator's live bytes while `work` runs, by the profiler's own events: no part of our code counts."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    live = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def count_flops(work: Callable[[], Any]) -> int:
+    """FLOPs of matrix products and attention; also of the in-place products that torch's counter leaves out."""
+    from torch.utils.flop_counter import FlopCounterMode, addmm_flop
+
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flop}) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+def run_child(job: dict[str, Any]) -> dict[str, Any]:
+    """`measure(job)` in a process of its own."""
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
+        code = "import json, sys; from memtrain.memory.benchmark import measure; " \
+               "json.dump(measure(json.loads(sys.argv[1])), open(sys.argv[2], 'w'))"
+        done = subprocess.run([sys.executable, "-c", code, json.dumps(job), result.name], env=os.environ | TUNED_MALLOC,
+                              capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{job}: {done.stderr.strip()[-2000:]}")
+        return json.load(result)
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """job: {"what": "peak" or "speed", "shape": name, "rung": index in LADDER, "repeats": n}. Runs in this process."""
+    rung, shape_name = LADDER[job["rung"]], job["shape"]
+    ids = token_rows(shape_name)
+    if job["what"] == "peak":
+        def work() -> None:
+            step = make_step(rung, shape_name)
+            for _ in range(WARMUP_STEPS):
+                step(ids)
+
+        return {"peak_bytes": peak_tensor_bytes(work)}
+    step = make_step(rung, shape_name)
+    for _ in range(WARMUP_STEPS):
+        step(ids)
+    process_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds, losses = [], []
+    for _ in range(job["repeats"]):
+        start = time.perf_counter()
+        losses.append(step(ids))
+        seconds.append(time.perf_counter() - start)
+    flops = count_flops(lambda: step(ids))
+    return {"process_bytes": process_bytes, "step_seconds": seconds, "loss": losses[-1], "flops": flops}
+
+
+def run_ladder(shape_name: str, repeats: int, say: Callable[[str], Any]) -> list[dict[str, Any]]:
+    """A row per rung of LADDER. Speeds are taken in rounds over all rungs, so that a busy moment does not hit one alone."""
+    _, rows, tokens = SHAPES[shape_name]
+    found: list[dict[str, Any]] = []
+    for index, rung in enumerate(LADDER):
+        found.append({"recipe": rung.name, "cost": rung.cost, "seconds": [],
+                      **run_child({"what": "peak", "shape": shape_name, "rung": index})})
+        say(f"{rung.name}: {found[-1]['peak_bytes'] / MIB:.0f} MiB")
+    for _ in range(repeats):
+        for index, row in enumerate(found):
+            result = run_child({"what": "speed", "shape": shape_name, "rung": index, "repeats": 2})
+            row["seconds"] += result.pop("step_seconds")
+            row |= result
+    for row in found:
+        row["step_seconds"] = statistics.median(row.pop("seconds"))
+        row["tokens_per_second"] = rows * tokens / row["step_seconds"]
+        for name in ("peak_bytes", "process_bytes", "step_seconds", "flops"):
+            row[name + "_ratio"] = row[name] / found[0][name]
+    return found
+
+
+def run_pairs(shape_name: str, repeats: int) -> list[dict[str, Any]]:
+    """Our step and transformers' at equal settings: medians of interleaved times, and peaks. Ratios are ours / theirs."""
+    ids = token_rows(shape_name)
+    shape, rows, tokens = SHAPES[shape_name]
+    found = []
+    for precision, checkpointing in PAIRS:
+        makers = {
+            "transformers": lambda p=precision, c=checkpointing: transformers_step(shape, p, c == "full"),
+            "memtrain": lambda p=precision, c=checkpointing: memtrain_step(
+                shape, {"mixed_precision": p, "gradient_checkpointing": c}, rows, tokens),
+        }
+        row: dict[str, Any] = {"mixed_precision": precision, "gradient_checkpointing": checkpointing}
+        for name, make in makers.items():
+            def work(make: Callable[[], Callable[[torch.Tensor], float]] = make) -> None:
+                _reset_accelerate()
+                step = make()
+                for _ in range(WARMUP_STEPS):
+                    step(ids)
+
+            row[name + "_peak_bytes"] = peak_tensor_bytes(work)
+        _reset_accelerate()
+        steps = {name: make() for name, make in makers.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for repeat in range(WARMUP_STEPS + repeats):
+            for name, step in steps.items():
+                start = time.perf_counter()
+                step(ids)
+                if repeat >= WARMUP_STEPS:
+                    seconds[name].append(time.perf_counter() - start)
+        for name, values in seconds.items():
+            row[name + "_seconds"] = statistics.median(values)
+        row["time_ratio"] = row["memtrain_seconds"] / row["transformers_seconds"]
+        row["peak_ratio"] = row["memtrain_peak_bytes"] / row["transformers_peak_bytes"]
+        found.append(row)
+    return found
+
+
+def _reset_accelerate() -> None:
+    """Accelerate keeps the precision of the first Accelerator of a process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def has_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
