@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import resource
@@ -13,11 +12,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from memtrain.command import BadInput
 from memtrain.config import RunConfig, make_config
+from memtrain.model.loss import linear_cross_entropy
 from memtrain.model.presets import PRESETS, LlamaConfig
 
 MIB = 2**20
@@ -65,7 +70,7 @@ LADDER = [
 PAIRS = [(precision, checkpointing) for precision in ("no", "bf16") for checkpointing in ("none", "full")]
 
 
-def transformers_step(shape: LlamaConfig, precision: str, checkpointing: bool) -> Callable[[torch.Tensor], float]:
+def transformers_step(shape: LlamaConfig, precision: str, checkpointing: bool) -> Callable[[Tensor], float]:
     """A plain loop's step over ids [rows, tokens + 1]: forward with labels, backward, AdamW. Returns the loss."""
     from transformers import LlamaConfig as TransformersConfig
     from transformers import LlamaForCausalLM
@@ -79,7 +84,7 @@ def transformers_step(shape: LlamaConfig, precision: str, checkpointing: bool) -
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
-    def step(ids: torch.Tensor) -> float:
+    def step(ids: Tensor) -> float:
         model.train()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
             # labels shift inside; one target less than ours, so both see the same tokens
@@ -92,7 +97,7 @@ def transformers_step(shape: LlamaConfig, precision: str, checkpointing: bool) -
     return step
 
 
-def memtrain_step(shape: LlamaConfig, options: dict[str, Any], rows: int, tokens: int) -> Callable[[torch.Tensor], float]:
+def memtrain_step(shape: LlamaConfig, options: dict[str, Any], rows: int, tokens: int) -> Callable[[Tensor], float]:
     """Our training step, built as pretrain.py builds it, over ids [rows, tokens + 1]. Returns the loss."""
     from memtrain.data.order import Update
     from memtrain.training.step import build, make_accelerator, train_step
@@ -102,7 +107,7 @@ def memtrain_step(shape: LlamaConfig, options: dict[str, Any], rows: int, tokens
         "seq_len": tokens, "max_grad_norm": None, **options})
     state = build(config, shape, make_accelerator(config), total_steps=1000)
 
-    def step(ids: torch.Tensor) -> float:
+    def step(ids: Tensor) -> float:
         batch = {"input_ids": ids[:, :-1], "targets": ids[:, 1:]}
         count = batch["targets"].numel()
         return train_step(state, Update([batch], count, rows, rows)).loss_sum.item() / count
@@ -110,14 +115,14 @@ def memtrain_step(shape: LlamaConfig, options: dict[str, Any], rows: int, tokens
     return step
 
 
-def make_step(rung: Rung, shape_name: str) -> Callable[[torch.Tensor], float]:
+def make_step(rung: Rung, shape_name: str) -> Callable[[Tensor], float]:
     shape, rows, tokens = SHAPES[shape_name]
     if rung.peer:
         return transformers_step(shape, rung.options.get("mixed_precision", "bf16"), rung.peer == "checkpointing")
     return memtrain_step(shape, rung.options, rows, tokens)
 
 
-def token_rows(shape_name: str) -> torch.Tensor:
+def token_rows(shape_name: str) -> Tensor:
     """int64 [rows, tokens + 1], the same for all recipes: ids with the frequencies of words (Zipf), so a loss can fall."""
     shape, rows, tokens = SHAPES[shape_name]
     odds = 1.0 / torch.arange(1, shape.vocab_size + 1, dtype=torch.float64)
@@ -184,14 +189,14 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return {"process_bytes": process_bytes, "step_seconds": seconds, "loss": losses[-1], "flops": flops}
 
 
-def run_ladder(shape_name: str, repeats: int, say: Callable[[str], Any]) -> list[dict[str, Any]]:
+def run_ladder(shape_name: str, repeats: int) -> list[dict[str, Any]]:
     """A row per rung of LADDER. Speeds are taken in rounds over all rungs, so that a busy moment does not hit one alone."""
     _, rows, tokens = SHAPES[shape_name]
     found: list[dict[str, Any]] = []
     for index, rung in enumerate(LADDER):
         found.append({"recipe": rung.name, "cost": rung.cost, "seconds": [],
                       **run_child({"what": "peak", "shape": shape_name, "rung": index})})
-        say(f"{rung.name}: {found[-1]['peak_bytes'] / MIB:.0f} MiB")
+        print(f"{rung.name}: {found[-1]['peak_bytes'] / MIB:.0f} MiB", file=sys.stderr)
     for _ in range(repeats):
         for index, row in enumerate(found):
             result = run_child({"what": "speed", "shape": shape_name, "rung": index, "repeats": 2})
@@ -211,14 +216,12 @@ def run_pairs(shape_name: str, repeats: int) -> list[dict[str, Any]]:
     shape, rows, tokens = SHAPES[shape_name]
     found = []
     for precision, checkpointing in PAIRS:
-        makers = {
-            "transformers": lambda p=precision, c=checkpointing: transformers_step(shape, p, c == "full"),
-            "memtrain": lambda p=precision, c=checkpointing: memtrain_step(
-                shape, {"mixed_precision": p, "gradient_checkpointing": c}, rows, tokens),
-        }
-        row: dict[str, Any] = {"mixed_precision": precision, "gradient_checkpointing": checkpointing}
+        options = {"mixed_precision": precision, "gradient_checkpointing": checkpointing}
+        makers = {"transformers": partial(transformers_step, shape, precision, checkpointing == "full"),
+                  "memtrain": partial(memtrain_step, shape, options, rows, tokens)}
+        row: dict[str, Any] = dict(options)
         for name, make in makers.items():
-            def work(make: Callable[[], Callable[[torch.Tensor], float]] = make) -> None:
+            def work(make: Callable[[], Callable[[Tensor], float]] = make) -> None:
                 _reset_accelerate()
                 step = make()
                 for _ in range(WARMUP_STEPS):
@@ -226,7 +229,7 @@ def run_pairs(shape_name: str, repeats: int) -> list[dict[str, Any]]:
 
             row[name + "_peak_bytes"] = peak_tensor_bytes(work)
         _reset_accelerate()
-        steps = {name: make() for name, make in makers.items()}
+        steps: dict[str, Callable[[Tensor], float]] = {name: make() for name, make in makers.items()}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for repeat in range(WARMUP_STEPS + repeats):
             for name, step in steps.items():
@@ -250,5 +253,97 @@ def _reset_accelerate() -> None:
     GradientState._reset_state()
 
 
-def has_module(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+def plain_head(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+    """Product, float32 logits, cross-entropy: what a plain loop does."""
+    return F.cross_entropy(F.linear(hidden_TD, weight_VD).float(), targets_T, reduction="sum")
+
+
+def head_results(head: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: tuple[Tensor, Tensor, Tensor],
+                 dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """(loss, gradient of hidden, gradient of weight) of a head on copies of (hidden, weight, targets), maybe in `dtype`."""
+    hidden_TD, weight_VD = (tensor.to(dtype or tensor.dtype, copy=True).requires_grad_() for tensor in inputs[:2])
+    loss = head(hidden_TD, weight_VD, inputs[2])
+    return loss.detach(), *torch.autograd.grad(loss, (hidden_TD, weight_VD))
+
+
+def run_head(shape_name: str, repeats: int) -> list[dict[str, Any]]:
+    """Forward and backward of the loss head alone, interleaved: seconds, peak bytes (inputs left out), error of the gradients
+    against float64 relative to their largest."""
+    shape, rows, tokens = SHAPES[shape_name]
+    heads: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"plain": plain_head, "memtrain": linear_cross_entropy}
+    if hasattr(F, "linear_cross_entropy"):  # torch 2.13 and newer
+        heads["torch linear_cross_entropy"] = lambda h, w, t: F.linear_cross_entropy(h, w, t, reduction="sum")
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(0)
+        hidden_TD = torch.randn(rows * tokens, shape.hidden_size, generator=generator).to(dtype)
+        weight_VD = (0.05 * torch.randn(shape.vocab_size, shape.hidden_size, generator=generator)).to(dtype)
+        targets_T = torch.randint(shape.vocab_size, (rows * tokens,), generator=generator)
+
+        inputs = (hidden_TD, weight_VD, targets_T)
+        truth = head_results(lambda h, w, t: F.cross_entropy(F.linear(h, w), t, reduction="sum"), inputs, torch.float64)
+        seconds: dict[str, list[float]] = {name: [] for name in heads}
+        for repeat in range(1 + repeats):
+            for name, head in heads.items():
+                start = time.perf_counter()
+                head_results(head, inputs)
+                if repeat:
+                    seconds[name].append(time.perf_counter() - start)
+        copies = hidden_TD.nbytes + weight_VD.nbytes
+        for name, head in heads.items():
+            errors = [((mine.double() - true).abs().max() / true.abs().max()).item()
+                      for mine, true in zip(head_results(head, inputs), truth, strict=True)]
+            peak_bytes = peak_tensor_bytes(partial(head_results, head, inputs)) - copies
+            found.append({"head": name, "dtype": str(dtype).removeprefix("torch."), "peak_bytes": peak_bytes,
+                          "step_seconds": statistics.median(seconds[name]), "loss_error": errors[0],
+                          "gradient_error": max(errors[1:])})
+    return found
+
+
+def format_rows(kind: str, rows: list[dict[str, Any]]) -> str:
+    """The rows of a benchmark as a Markdown table."""
+    def mib(value: float) -> str:
+        return f"{value / MIB:,.0f}"
+
+    if kind == "step":
+        header = ["mixed_precision", "checkpointing", "transformers s", "memtrain s", "time ratio", "transformers MiB",
+                  "memtrain MiB", "peak ratio"]
+        body = [[row["mixed_precision"], row["gradient_checkpointing"], f"{row['transformers_seconds']:.3f}",
+                 f"{row['memtrain_seconds']:.3f}", f"{row['time_ratio']:.2f}", mib(row["transformers_peak_bytes"]),
+                 mib(row["memtrain_peak_bytes"]), f"{row['peak_ratio']:.2f}"] for row in rows]
+    elif kind == "ladder":
+        header = ["recipe", "what it changes", "tensors MiB", "ratio", "process MiB", "s/step", "ratio", "tokens/s",
+                  "GFLOP", "ratio", "loss"]
+        body = [[row["recipe"], row["cost"], mib(row["peak_bytes"]), f"{row['peak_bytes_ratio']:.3f}",
+                 mib(row["process_bytes"]), f"{row['step_seconds']:.2f}", f"{row['step_seconds_ratio']:.2f}",
+                 f"{row['tokens_per_second']:,.0f}", f"{row['flops'] / 1e9:,.0f}", f"{row['flops_ratio']:.2f}",
+                 f"{row['loss']:.3f}"] for row in rows]
+    else:
+        header = ["head", "dtype", "s", "peak MiB", "loss error", "gradient error"]
+        body = [[row["head"], row["dtype"], f"{row['step_seconds']:.3f}", mib(row["peak_bytes"]), f"{row['loss_error']:.1e}",
+                 f"{row['gradient_error']:.1e}"] for row in rows]
+    widths = [max(len(line[i]) for line in [header, *body]) for i in range(len(header))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+             for line in [header, ["-" * width for width in widths], *body]]
+    return "\n".join(lines)
+
+
+def plot_ladder(shape_name: str, rows: list[dict[str, Any]], path: Path) -> None:
+    """Bars of the peaks, the plain loop on top."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise BadInput("--plot: matplotlib is not installed; run pip install 'memtrain[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(rows) + 1.2))
+    axes.barh([row["recipe"] for row in rows], [row["peak_bytes"] / MIB for row in rows])
+    for index, row in enumerate(rows):
+        text = f" {row['peak_bytes'] / MIB:,.0f} ({row['peak_bytes_ratio']:.2f})"
+        axes.text(row["peak_bytes"] / MIB, index, text, va="center")
+    axes.invert_yaxis()
+    axes.set_xlabel(f"peak tensor bytes of a training step, MiB ({shape_name})")
+    axes.margins(x=0.15)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
