@@ -22,6 +22,7 @@ from torch import Tensor
 
 from memtrain.command import BadInput
 from memtrain.config import RunConfig, make_config
+from memtrain.memory.peers import has_torchtune, torchtune_step, transformers_step
 from memtrain.model.loss import linear_cross_entropy
 from memtrain.model.presets import PRESETS, LlamaConfig
 
@@ -63,38 +64,12 @@ LADDER = [
     Rung("bf16 weights, AdamW", "changes the update", {**_PURE, "optimizer": "adamw"}),
     Rung("+ 8-bit state", "changes the update", {**_PURE, "optimizer": "adamw_8bit"}),
     Rung("+ 8-bit, update in backward", "changes the update", {**_PURE, "optimizer": "adamw_8bit", **_IN_BACKWARD}),
+    Rung("torchtune + torchao, the same recipe", "changes the update", peer="torchtune"),
     Rung("+ 4-bit, update in backward", "changes the update", {**_PURE, "optimizer": "adamw_4bit", **_IN_BACKWARD}),
     Rung("+ Adafactor, in backward", "another optimizer", {**_PURE, "optimizer": "adafactor", **_IN_BACKWARD}),
 ]
 # the same recipes as ours, twice: which is faster, and which is smaller, at equal settings
 PAIRS = [(precision, checkpointing) for precision in ("no", "bf16") for checkpointing in ("none", "full")]
-
-
-def transformers_step(shape: LlamaConfig, precision: str, checkpointing: bool) -> Callable[[Tensor], float]:
-    """A plain loop's step over ids [rows, tokens + 1]: forward with labels, backward, AdamW. Returns the loss."""
-    from transformers import LlamaConfig as TransformersConfig
-    from transformers import LlamaForCausalLM
-
-    from memtrain.model.huggingface import config_dict
-
-    values = config_dict(shape, "float32", None, None, None)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(TransformersConfig(**{**values, "use_cache": False}))
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-    def step(ids: Tensor) -> float:
-        model.train()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
-            # labels shift inside; one target less than ours, so both see the same tokens
-            loss = model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
 
 
 def memtrain_step(shape: LlamaConfig, options: dict[str, Any], rows: int, tokens: int) -> Callable[[Tensor], float]:
@@ -117,8 +92,10 @@ def memtrain_step(shape: LlamaConfig, options: dict[str, Any], rows: int, tokens
 
 def make_step(rung: Rung, shape_name: str) -> Callable[[Tensor], float]:
     shape, rows, tokens = SHAPES[shape_name]
+    if rung.peer == "torchtune":
+        return torchtune_step(shape)
     if rung.peer:
-        return transformers_step(shape, rung.options.get("mixed_precision", "bf16"), rung.peer == "checkpointing")
+        return transformers_step(shape, "bf16", rung.peer == "checkpointing")
     return memtrain_step(shape, rung.options, rows, tokens)
 
 
@@ -185,7 +162,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
         losses.append(step(ids))
         seconds.append(time.perf_counter() - start)
-    flops = count_flops(lambda: step(ids))
+    # torchao compiles its optimizer whole, and a compiled whole refuses to be watched
+    flops = None if rung.peer == "torchtune" else count_flops(lambda: step(ids))
     return {"process_bytes": process_bytes, "step_seconds": seconds, "loss": losses[-1], "flops": flops}
 
 
@@ -194,19 +172,21 @@ def run_ladder(shape_name: str, repeats: int) -> list[dict[str, Any]]:
     _, rows, tokens = SHAPES[shape_name]
     found: list[dict[str, Any]] = []
     for index, rung in enumerate(LADDER):
-        found.append({"recipe": rung.name, "cost": rung.cost, "seconds": [],
+        if rung.peer == "torchtune" and not has_torchtune():
+            continue
+        found.append({"recipe": rung.name, "cost": rung.cost, "rung": index, "seconds": [],
                       **run_child({"what": "peak", "shape": shape_name, "rung": index})})
         print(f"{rung.name}: {found[-1]['peak_bytes'] / MIB:.0f} MiB", file=sys.stderr)
     for _ in range(repeats):
-        for index, row in enumerate(found):
-            result = run_child({"what": "speed", "shape": shape_name, "rung": index, "repeats": 2})
+        for row in found:
+            result = run_child({"what": "speed", "shape": shape_name, "rung": row["rung"], "repeats": 2})
             row["seconds"] += result.pop("step_seconds")
             row |= result
     for row in found:
         row["step_seconds"] = statistics.median(row.pop("seconds"))
         row["tokens_per_second"] = rows * tokens / row["step_seconds"]
         for name in ("peak_bytes", "process_bytes", "step_seconds", "flops"):
-            row[name + "_ratio"] = row[name] / found[0][name]
+            row[name + "_ratio"] = None if row[name] is None else row[name] / found[0][name]
     return found
 
 
@@ -316,7 +296,8 @@ def format_rows(kind: str, rows: list[dict[str, Any]]) -> str:
                   "GFLOP", "ratio", "loss"]
         body = [[row["recipe"], row["cost"], mib(row["peak_bytes"]), f"{row['peak_bytes_ratio']:.3f}",
                  mib(row["process_bytes"]), f"{row['step_seconds']:.2f}", f"{row['step_seconds_ratio']:.2f}",
-                 f"{row['tokens_per_second']:,.0f}", f"{row['flops'] / 1e9:,.0f}", f"{row['flops_ratio']:.2f}",
+                 f"{row['tokens_per_second']:,.0f}",
+                 *(("-", "-") if row["flops"] is None else (f"{row['flops'] / 1e9:,.0f}", f"{row['flops_ratio']:.2f}")),
                  f"{row['loss']:.3f}"] for row in rows]
     else:
         header = ["head", "dtype", "s", "peak MiB", "loss error", "gradient error"]

@@ -27,7 +27,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = compute_dtype(x)
-        if self.weight.dtype == dtype or self.recomputed or not torch.is_grad_enabled():
+        cast = torch.is_autocast_enabled(x.device.type) and self.weight.dtype != dtype
+        if not cast or self.recomputed or not torch.is_grad_enabled():
             return super().forward(x)
         with torch.autocast(x.device.type, enabled=False):
             return _CastLinear.apply(x.to(dtype), self.weight, self.bias)
@@ -55,7 +56,7 @@ class _CastLinear(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis (arXiv 1910.07467), in float32 inside.
+    """x / rms(x) * weight over the last axis (arXiv 1910.07467), in float32 (or wider) inside.
 
     Keeps its input, which the residual stream keeps anyway, and a number per token. Under autocast the result is given in
     autocast's dtype once, instead of being cast by each matrix product after it.
@@ -70,10 +71,14 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(x, self.weight, self.eps, compute_dtype(x))
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        wide = x.float()
+        wide = _wide(x)
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).mul_(weight).to(dtype)
@@ -81,7 +86,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        normed, grad = x.float() * scale, grad.float()
+        normed, grad = _wide(x) * scale, _wide(grad)
         grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_normed = grad * weight
         # d/dx of x * scale(x): the part of the gradient along the normed row drops out

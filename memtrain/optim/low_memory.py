@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memtrain.config import BadInput
+
 SLICE = 2**18  # numbers updated at a time: float32 slices of 1 MiB stay in the cache of a CPU core
 NOISE_BITS = 24
 ONE_BITS = 0x3F800000  # 1.0 as float32
@@ -25,7 +27,8 @@ class Code:
 
     A magnitude x is stored as the float 1 + x with these exponent and mantissa bits: steps grow with x, and near zero they are
     even (as subnormals would be, without their cost). A block's largest magnitude gets the largest code. Blocks follow the
-    memory order of a parameter.
+    memory order of a parameter. Unsigned codes hold what Adam divides by, so they are never 0 (arXiv 2309.01507, sec. 4.1)
+    but in a block of zeros.
     """
 
     exponent_bits: int
@@ -69,7 +72,7 @@ class Code:
         shifted = (blocks / scales.clamp_min(TINY)[:, None]).view(-1)
         wide = shifted.abs().add_(1.0).view(torch.int32)
         wide += (1 << (self._shift - 1)) - ONE_BITS if noise is None else (noise >> (NOISE_BITS - self._shift)) - ONE_BITS
-        wide = (wide >> self._shift).clamp_(max=self.largest_code)
+        wide = (wide >> self._shift).clamp_(0 if self.signed else 1, self.largest_code)
         if self.signed:
             wide |= (shifted < 0).to(torch.int32) << (self.bits - 1)
         narrow = wide.to(torch.uint8)
@@ -80,36 +83,43 @@ def _blocks(values: Tensor, block: int) -> Tensor:
     return values.view(-1, block)
 
 
-# First moments change by a tenth per update, so rounding to nearest follows them. The root of second moments changes by less
-# than a code's step: it would stand still without noise, and needs range more than precision.
-STATE_CODES = {8: (Code(4, 3, True, 256), Code(4, 4, False, 256)), 4: (Code(2, 1, True, 128), Code(3, 1, False, 128))}
+# First moments change by a tenth per update, so at 8 bits rounding to nearest follows them; at 4 bits it would not. The root of
+# second moments changes by less than a code's step: it would stand still without noise. Its smallest code is not far below that
+# of the first moment (0.02 and 0.05 of a block's largest at 4 bits): a first moment that noise lifts makes no long step.
+STATE_CODES: dict[int, tuple[Code, Code] | tuple[None, None]] = {
+    8: (Code(4, 3, True, 256), Code(4, 4, False, 256)),
+    4: (Code(2, 1, True, 128), Code(2, 2, False, 128))}
 
 
-def noise_bits(count: int, seed: int, device: torch.device) -> Tensor:
-    """int32 [count] of NOISE_BITS uniform bits: a multiply-xorshift hash of position and seed."""
-    bits = torch.arange(count, dtype=torch.int32, device=device).add_(seed & 0x3FFFFFFF)
-    for multiplier, shift in ((0x7FEB352D, 15), (-0x7B935975, 16), (0x2C1B3C6D, 15)):
+def noise_bits(start: int, stop: int, seed: int, device: torch.device) -> Tensor:
+    """int32 [stop - start] of NOISE_BITS uniform bits: a multiply-xorshift hash of position and seed (62 bits)."""
+    bits = torch.arange(start, stop, dtype=torch.int32, device=device)
+    # one key before and one within the hash: two seeds share no stretch of noise
+    for multiplier, shift, key in ((0x7FEB352D, 15, seed >> 31), (-0x7B935975, 16, seed & 0x7FFFFFFF), (0x2C1B3C6D, 15, 0)):
+        bits ^= key
         bits ^= (bits >> shift) & ((1 << (32 - shift)) - 1)  # a logical shift
         bits *= multiplier
     return (bits >> (32 - NOISE_BITS)).bitwise_and_((1 << NOISE_BITS) - 1)
 
 
 def mix_seed(*parts: int) -> int:
-    """A 30-bit seed that differs in every part (splitmix64's finaliser)."""
+    """A 62-bit seed that differs in every part (splitmix64's finaliser)."""
     state = 0
     for part in parts:
         state = (state + part + 0x9E3779B97F4A7C15) & (2**64 - 1)
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
         state ^= state >> 31
-    return state & (2**30 - 1)
+    return state & (2**62 - 1)
 
 
-def stochastic_round_(target: Tensor, values: Tensor, seed: int) -> None:
+def stochastic_round_(target: Tensor, values: Tensor, seed: int, start: int = 0) -> None:
     """Write float32 values [n] into bfloat16 target [n], up or down with the odds that make the mean exact
-    (arXiv 2010.06192, sec. 3): noise below the last kept bit, then cut."""
-    bits = values.view(torch.int32) + (noise_bits(values.numel(), seed, values.device) >> (NOISE_BITS - 16))
-    target.copy_(bits.bitwise_and_(-65536).view(torch.float32))
+    (arXiv 2010.06192, sec. 3): noise below the last kept bit, then cut. `start`: place of the first in its parameter."""
+    noise = noise_bits(start, start + values.numel(), seed, values.device) >> (NOISE_BITS - 16)
+    rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-65536).view(torch.float32)
+    # noise could carry a NaN into infinity, or over its sign into 0
+    target.copy_(torch.where(values.isnan(), values, rounded))
 
 
 @dataclass
@@ -138,29 +148,44 @@ class LowMemoryOptimizer(torch.optim.Optimizer):
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0, seed: int = 0) -> None:
         if state_bits not in (32, *STATE_CODES):
             raise ValueError(f"state_bits={state_bits}: want 32, 8 or 4")
-        self.update_rule, self.state_bits, self.seed = RULES[rule], state_bits, seed
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.rule, self.state_bits, self.seed = rule, state_bits, seed
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+                                  "rule": rule, "state_bits": state_bits})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         index = 0
         for group in self.param_groups:
             for parameter in group["params"]:
                 index += 1
                 if parameter.grad is not None:
                     self._update(parameter, group, index)
+        return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
         state = self.state[parameter]
         state["step"] = state.get("step", 0) + 1
-        step = Step(state["step"], float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
-        weight, grad = local_tensor(parameter), local_tensor(parameter.grad)
+        beta1, beta2 = group["betas"]
+        step = Step(state["step"], float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+        assert parameter.grad is not None
+        stored, grad = local_tensor(parameter), local_tensor(parameter.grad)
+        weight = stored.contiguous()  # nearly always itself
         bits = self.state_bits if weight.dim() >= 2 else 32
-        self.update_rule(weight, grad.contiguous(), state, step, bits, mix_seed(self.seed, index, step.number))
+        RULES[self.rule](weight, grad.contiguous(), state, step, bits, mix_seed(self.seed, index, step.number))
+        if weight.data_ptr() != stored.data_ptr():
+            stored.copy_(weight)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `Optimizer.load_state_dict`, which would cast codes and float32 state to the dtype of the parameter."""
+        """As `Optimizer.load_state_dict`, which would cast codes and float32 state to the dtype of the parameter.
+        Raises BadInput for the state of another optimizer."""
+        for group in state_dict["param_groups"]:
+            if (group.get("rule"), group.get("state_bits")) != (self.rule, self.state_bits):
+                found = f"{group['rule']} with {group['state_bits']} bits" if "rule" in group else "another optimizer"
+                raise BadInput(f"optimizer state of {found}: want {self.rule} with {self.state_bits} bits; set the optimizer "
+                               "that the state was saved with")
         super().load_state_dict({**state_dict, "state": {}})
         ids = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -189,30 +214,30 @@ class Moment:
                 blocks = -(-count // code.block)
                 state[name] = torch.zeros(blocks * code.block * code.bits // 8, dtype=torch.uint8, device=like.device)
                 state[name + "_scale"] = torch.zeros(blocks, dtype=torch.float32, device=like.device)
-        self.values, self.scales = state[name], state.get(name + "_scale")
+        self.values: Tensor = state[name]
+        self.scales: Tensor = state[name if code is None else name + "_scale"]
 
     def read(self, start: int, stop: int) -> Tensor:
         """float32 [stop - start]; without a code, the state itself and not a copy."""
         if self.code is None:
             return self.values[start:stop]
-        first, last = self._blocks(start, stop)
-        return self.code.decode(self._codes(first, last), self.scales[first:last])[:stop - start]
+        codes, scales = self._coded(self.code, start, stop)
+        return self.code.decode(codes, scales)[:stop - start]
 
     def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
         if self.code is None:
             return  # `values` are the state
-        first, last = self._blocks(start, stop)
-        if missing := (last - first) * self.code.block - (stop - start):
+        codes, scales = self._coded(self.code, start, stop)
+        if missing := len(scales) * self.code.block - (stop - start):
             values = torch.nn.functional.pad(values, (0, missing))
             noise = None if noise is None else torch.nn.functional.pad(noise, (0, missing))
-        self.code.encode(values, self._codes(first, last), self.scales[first:last], noise)
+        self.code.encode(values, codes, scales, noise)
 
-    def _blocks(self, start: int, stop: int) -> tuple[int, int]:
-        return start // self.code.block, -(-stop // self.code.block)
-
-    def _codes(self, first: int, last: int) -> Tensor:
-        width = self.code.block * self.code.bits // 8
-        return self.values[first * width:last * width]
+    def _coded(self, code: Code, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of the blocks that hold the numbers from start (the first of its block) to stop."""
+        first, last = start // code.block, -(-stop // code.block)
+        width = code.block * code.bits // 8
+        return self.values[first * width:last * width], self.scales[first:last]
 
 
 def slices(weight: Tensor) -> Iterator[tuple[int, int]]:
@@ -226,21 +251,24 @@ def _read(weight: Tensor) -> Tensor:
     return weight if weight.dtype == torch.float32 else weight.float()
 
 
-def _write(weight: Tensor, values: Tensor, seed: int) -> None:
+def _write(weight: Tensor, values: Tensor, seed: int, start: int) -> None:
+    """Numbers from `start` of a parameter: where `values` are not the weight itself, round them into it."""
     if weight.dtype == torch.bfloat16:
-        stochastic_round_(weight, values, seed)
+        stochastic_round_(weight, values, seed, start)
     elif weight.data_ptr() != values.data_ptr():
         weight.copy_(values)
 
 
 def adamw(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int) -> None:
     """AdamW, arXiv 1711.05101, alg. 2. Coded state holds the root of the second moment, which halves its range."""
-    codes = STATE_CODES.get(bits, (None, None))
-    mean, square = Moment(state, "exp_avg", weight, codes[0]), Moment(state, "exp_avg_sq", weight, codes[1])
+    signed, unsigned = STATE_CODES.get(bits, (None, None))
+    mean, square = Moment(state, "exp_avg", weight, signed), Moment(state, "exp_avg_sq", weight, unsigned)
+    noise_seed, weight_seed = mix_seed(seed, 1), mix_seed(seed, 0)
     flat, flat_grad = weight.view(-1), grad.view(-1)
     correction1, correction2 = 1 - step.beta1**step.number, 1 - step.beta2**step.number
     for start, stop in slices(weight):
         g = flat_grad[start:stop].float()
+        noise = None
         m = mean.read(start, stop).lerp_(g, 1 - step.beta1)
         v = square.read(start, stop)
         if square.code is not None:
@@ -248,12 +276,14 @@ def adamw(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits:
         v.mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
         root = v.sqrt()
         if square.code is not None:
-            square.write(start, stop, root, noise_bits(stop - start, mix_seed(seed, start, 1), weight.device))
+            noise = noise_bits(start, stop, noise_seed, weight.device)
+            square.write(start, stop, root, noise)
         w = _read(flat[start:stop])
         w.mul_(1 - step.lr * step.weight_decay)
         w.addcdiv_(m, root.div_(correction2**0.5).add_(step.eps), value=-step.lr / correction1)
-        mean.write(start, stop, m)
-        _write(flat[start:stop], w, mix_seed(seed, start, 0))
+        # the same noise as the root's: both go up or both down, and their quotient errs less
+        mean.write(start, stop, m, noise if bits == 4 else None)
+        _write(flat[start:stop], w, weight_seed, start)
 
 
 def lion(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int) -> None:
@@ -267,10 +297,11 @@ def lion(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: 
         w.mul_(1 - step.lr * step.weight_decay)
         w.add_(torch.lerp(m, g, 1 - step.beta1).sign_(), alpha=-step.lr)
         mean.write(start, stop, m.lerp_(g, 1 - step.beta2))
-        _write(flat[start:stop], w, mix_seed(seed, start, 0))
+        _write(flat[start:stop], w, mix_seed(seed, 0), start)
 
 
-FACTORED_EPS = (2.0**-23, 1e-3)  # smallest root of a second moment, smallest size of a parameter: torch's Adafactor has the same
+# smallest root of a second moment, smallest size of a parameter; those of torch's Adafactor
+FACTORED_EPS = (2.0**-23, 1e-3)
 
 
 def adafactor(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int) -> None:
@@ -313,7 +344,7 @@ def adafactor(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, b
     for part in parts:
         w = _read(w_RC[part])
         w.mul_(1 - step.lr * step.weight_decay).sub_(direction(part).mul_(rate))
-        _write(w_RC[part].view(-1), w.view(-1), mix_seed(seed, part.start, 0))
+        _write(w_RC[part].view(-1), w.view(-1), mix_seed(seed, 0), part.start * columns)
 
 
 RULES = {"adamw": adamw, "lion": lion, "adafactor": adafactor}

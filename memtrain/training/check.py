@@ -51,7 +51,9 @@ def in_backward_problems(config: RunConfig, num_processes: int) -> list[str]:
         return []
     remedy, found = "or optimizer_in_backward=false", []
     share = config.global_batch_size // num_processes
-    if num_processes > 1:
+    # FSDP2 averages a gradient before its hook runs, DistributedDataParallel after
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if num_processes > 1 and not sharded:
         found.append(f"optimizer_in_backward=true on {num_processes} processes with DistributedDataParallel: a parameter would "
                      f"be updated before its gradients are averaged; start one process, {remedy}")
     elif config.micro_batch_size not in ("auto", share):
