@@ -145,7 +145,7 @@ def test_disk_full_during_a_save(job, finished, tmp_path, limit_bytes):
 def test_disk_full_during_metrics_and_export(job, finished, tmp_path):
     run = stopped_after(finished, tmp_path / "run", 20)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16384, hard))  # more than config and metrics, less than weights
     try:
         export = job.run(run, **OPTIONS)
         other = run_main("export_safetensors", [run, tmp_path / "out"])
