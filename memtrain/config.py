@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 import types
 import typing
@@ -87,6 +88,10 @@ class RunConfig:
     seed: int = option(0, "seed of initialisation, data order and dropout", minimum=0, below=2**32)
     compile: bool = option(False, "torch.compile each decoder layer", may_change=True)
     # memory
+    memory_budget: str | None = option(None, "most memory on the run's device: 12GB (10^9 bytes each) or 12GiB (2^30); a plan "
+                                       "then chooses the options that change no result", may_change=True)
+    allow: list[str] = option([], "what a plan may change although it changes the result: rounding (bfloat16 weights), "
+                              "optimizer (one with less state)", choices=("rounding", "optimizer"), may_change=True)
     gradient_checkpointing: str = option("none", "activations computed again in the backward: the cheap ones (selective), "
                                          "also the wide products (selective_deep), or all (full)",
                                          choices=("none", "selective", "selective_deep", "full"), may_change=True)
@@ -117,7 +122,7 @@ class RunConfig:
 
 EVALUATION_OPTIONS = ("dataset", "dataset_config", "dataset_split", "text_column", "encoding_errors", "seq_len", "packing",
                       "document_mask", "cache_dir", "micro_batch_size", "mixed_precision")
-GROUPS = {"model": "model", "data": "dataset", "training": "global_batch_size", "memory": "gradient_checkpointing",
+GROUPS = {"model": "model", "data": "dataset", "training": "global_batch_size", "memory": "memory_budget",
           "run": "output_dir"}
 EXCLUSIVE = ("max_steps", "epochs")
 _FIELDS = {f.name: f for f in fields(RunConfig)}
@@ -131,6 +136,11 @@ def parse_value(name: str, value: Any) -> Any:
     kinds = typing.get_args(_TYPES[name]) if union else (_TYPES[name],)
     if typing.get_origin(kinds[0]) is list:
         values = list(value) if isinstance(value, (list, tuple)) else [value]
+        if meta["choices"]:  # a set of words: commas between them too, and none of them
+            words = [word for item in values for word in str(item).split(",") if word and word.lower() != "none"]
+            if wrong := [word for word in words if word not in meta["choices"]]:
+                raise BadInput(f"{name}={wrong[0]}: want any of {', '.join(meta['choices'])}; change --{name}")
+            return words
         if not values or not all(isinstance(v, str) and v for v in values):
             raise BadInput(f"{name}={value!r}: want one or more names; write --{name} NAME ...")
         return values
@@ -239,6 +249,19 @@ def make_config(*sources: Mapping[str, Any], problems: Sequence[str] = ()) -> Ru
     return config
 
 
+BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+              "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as 12GB (12e9) or 12GiB (12 x 2^30). Raises BadInput."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?B)\s*", text, re.IGNORECASE)
+    size = round(float(match[1]) * BYTE_UNITS[match[2].upper()]) if match else 0
+    if size < 1:
+        raise BadInput(f"{text}: want a size above 0 with its unit, such as 12GB, 800MB or 12GiB")
+    return size
+
+
 def config_problems(config: RunConfig) -> list[str]:
     """What contradicts what within the options, a line each."""
     found = []
@@ -264,6 +287,11 @@ def config_problems(config: RunConfig) -> list[str]:
                      "keeps is out of reach of the offload; set gradient_checkpointing to full or none")
     if config.max_grad_norm == 0:
         found.append("max_grad_norm=0: every gradient would become zero; set it above 0, or none for no clipping")
+    if config.memory_budget is not None:
+        try:
+            parse_bytes(config.memory_budget)
+        except BadInput as error:
+            found.append(f"memory_budget={error}; change --memory_budget")
     if config.learning_rate == 0:
         found.append("learning_rate=0: nothing would be learned; set it above 0")
     return found

@@ -44,7 +44,12 @@ def main(arguments: list[str]) -> int:
     )
 
     # what can be wrong is found before anything is touched
-    shape = check_run(config, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.memory_budget is not None:
+        from memtrain.memory.planner import fit_run
+
+        config = fit_run(config, num_processes, print)
+    shape = check_run(config, num_processes)
     accelerator = make_accelerator(config)
     config.mixed_precision = accelerator.mixed_precision
     say = accelerator.print

@@ -140,15 +140,16 @@ def check_export_folder(folder: Path) -> None:
         raise BadInput(f"{folder}: no permission to write in {parent}; choose another folder")
 
 
-def export(weights: Mapping[str, Tensor], shape: LlamaConfig, tokenizer: Any, folder: Path, dtype: str = "float32",
+def export(weights: Mapping[str, Tensor], shape: LlamaConfig, tokenizer: Any, folder: Path, dtype: str | None = None,
            max_shard_size: str = "5GB") -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` open: weights in `dtype`, sharded above
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` open: weights in `dtype` (None: their own), sharded above
     `max_shard_size`, both configs, tokenizer. It appears complete or not at all, in place of an earlier export.
 
     Raises BadInput if `folder` holds anything else.
     """
     from huggingface_hub import save_torch_state_dict
 
+    dtype = dtype or str(next(iter(weights.values())).dtype).removeprefix("torch.")
     folder = folder.absolute()
     check_export_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,7 @@ def evaluate_text(opened: Opened, config: RunConfig, accelerator: Accelerator, h
 
 
 def finish(state: TrainState, shape: LlamaConfig, data: Data, folder: Path, say: Callable[[str], Any]) -> None:
-    """Export the model to `folder` and show a sample of its text."""
+    """Export the model to `folder` in its own dtype and show a sample of its text."""
     accelerator = state.accelerator
     weights = accelerator.get_state_dict(state.model)
     if accelerator.is_main_process:
