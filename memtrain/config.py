@@ -249,6 +249,14 @@ def make_config(*sources: Mapping[str, Any], problems: Sequence[str] = ()) -> Ru
     return config
 
 
+VOCAB_MULTIPLE = 64  # matrix units read vocabularies in tiles; a ragged last tile costs speed and buys nothing
+
+
+def padded_vocab_size(vocab_size: int) -> int:
+    """`vocab_size` rounded up to a multiple of VOCAB_MULTIPLE."""
+    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
 BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
               "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 

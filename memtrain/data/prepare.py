@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memtrain.config import BadInput, RunConfig
+from memtrain.config import BadInput, RunConfig, padded_vocab_size
 from memtrain.data.corpus import Corpus, CorpusReport
 from memtrain.data.packing import PACKINGS, Rows, check_ids, check_training_rows
 from memtrain.data.token_store import Tokens, cached_folder, held_out_share, tokenize_split
@@ -23,7 +23,6 @@ from memtrain.data.tokenizer import (
     document_ids,
     load_tokenizer,
     pad_token_id,
-    padded_vocab_size,
     tokenizer_fingerprint,
     tokenizer_size,
     train_tokenizer,

@@ -16,14 +16,8 @@ from memtrain.data.corpus import one_line
 
 BEGIN, END, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 SMALLEST_VOCABULARY = 256 + 3  # every byte, and the three tokens above
-VOCABULARY_MULTIPLE = 64
 BATCH_CHARACTERS = 1 << 21  # text handed to the tokenizer at a time; changes memory and speed, never the result
 PIECE_CHARACTERS = 1 << 18  # texts longer than this are tokenised in pieces, where that is exact
-
-
-def padded_vocab_size(vocab_size: int) -> int:
-    """The next multiple of 64: matrix kernels are faster, and the head splits over processes."""
-    return -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Any:

@@ -19,8 +19,8 @@ from memtrain.memory.device import device_type
 from memtrain.memory.estimate import Prediction, in_child, needed_bytes, predict
 from memtrain.memory.ledger import Work
 from memtrain.model.loss import automatic_chunk_tokens
-from memtrain.model.presets import LlamaConfig, model_config
-from memtrain.training.check import batch_problems, in_backward_problems, launch_precision, precision_problems
+from memtrain.model.presets import LlamaConfig
+from memtrain.training.check import computation_problems, launch_precision
 from memtrain.training.step import micro_batch_size
 
 # Nominal devices: operations and bytes a second, seconds to start an operation. Only ratios of times are shown. cpu: two cores
@@ -81,13 +81,8 @@ class Plan:
 def planned(config: RunConfig, num_processes: int = 1) -> tuple[RunConfig, LlamaConfig]:
     """The options with the precision of the launch in them, and the shape of the model. Raises one BadInput with a line for
     every problem: those of `check_run`, but for data and folders, which a plan does not touch."""
-    problems = (batch_problems(config, num_processes) + precision_problems(config)
-                + in_backward_problems(config, num_processes))
-    try:
-        shape = model_config(config)
-    except BadInput as error:
-        problems += str(error).splitlines()
-    if problems:
+    shape, problems = computation_problems(config, num_processes)
+    if problems or shape is None:
         raise BadInput("\n".join(problems))
     return replace(config, mixed_precision=launch_precision(config)), shape
 

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.command import BadInput
-from memtrain.config import RunConfig
-
-VOCAB_MULTIPLE = 64  # matrix units read vocabularies in tiles; a ragged last tile costs speed and buys nothing
+from memtrain.config import RunConfig, padded_vocab_size
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,6 @@ PRESETS = {
     "8b": _shape(128256, 4096, 14336, 32, 32, 8, max_position_embeddings=131072, rope_theta=500000.0,
                  rope_scaling={**_LLAMA3_SCALING, "factor": 8.0}),
 }
-
-
-def padded_vocab_size(vocab_size: int) -> int:
-    """`vocab_size` rounded up to a multiple of `VOCAB_MULTIPLE`."""
-    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def from_huggingface(values: dict[str, Any], source: str) -> LlamaConfig:

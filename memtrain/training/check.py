@@ -19,16 +19,21 @@ def launch_precision(config: RunConfig) -> str:
 
 def check_run(config: RunConfig, num_processes: int) -> LlamaConfig:
     """The shape of the run's model. Raises one BadInput with a line for every problem found."""
+    shape, problems = computation_problems(config, num_processes)
+    problems += source_problems(config) + output_problems(config)
+    if problems or shape is None:
+        raise BadInput("\n".join(problems))
+    return shape
+
+
+def computation_problems(config: RunConfig, num_processes: int) -> tuple[LlamaConfig | None, list[str]]:
+    """(shape of the model, problems): of everything but data and folders."""
     problems = (batch_problems(config, num_processes) + precision_problems(config)
                 + in_backward_problems(config, num_processes))
     try:
-        shape = model_config(config)
+        return model_config(config), problems
     except BadInput as error:
-        problems += str(error).splitlines()
-    problems += source_problems(config) + output_problems(config) + tracker_problems(config)
-    if problems:
-        raise BadInput("\n".join(problems))
-    return shape
+        return None, problems + str(error).splitlines()
 
 
 def batch_problems(config: RunConfig, num_processes: int) -> list[str]:

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from memtrain.command import BadInput
-from memtrain.config import RunConfig
+from memtrain.config import RunConfig, padded_vocab_size
 from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import (
     PRESETS,
     from_huggingface,
     is_weights_source,
     model_config,
-    padded_vocab_size,
     shape_problems,
     weights_tokenizer,
 )
