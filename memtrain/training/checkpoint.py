@@ -69,8 +69,10 @@ def save_checkpoint(state: TrainState, run: RunState, tokenizer: Any, folder: Pa
     accelerator = state.accelerator
     final = folder / checkpoint_name(run.progress.step)
     partial = folder / (PARTIAL + final.name)
-    sums = torch.stack([local_tensor(parameter.detach()).sum(dtype=torch.float32) for parameter in state.model.parameters()])
-    if not sums.isfinite().all():
+    # smallest and largest show nan and infinity, and take no copy of a parameter (a sum in float32 would)
+    bounds = [bound.float() for parameter in state.model.parameters()
+              for bound in local_tensor(parameter.detach()).aminmax()]
+    if not torch.stack(bounds).isfinite().all():
         raise TrainingStopped(f"update {run.progress.step}: weights are not finite and were not saved; "
                               f"{last_good(folder)}; lower learning_rate")
     try:
