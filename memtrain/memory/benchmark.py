@@ -328,6 +328,6 @@ def plot_ladder(shape_name: str, rows: list[dict[str, Any]], path: Path) -> None
         axes.text(row["peak_bytes"] / MIB, index, text, va="center")
     axes.invert_yaxis()
     axes.set_xlabel(f"peak tensor bytes of a training step, MiB ({shape_name})")
-    axes.margins(x=0.15)
+    axes.margins(x=0.2)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

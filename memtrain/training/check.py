@@ -20,7 +20,7 @@ def launch_precision(config: RunConfig) -> str:
 def check_run(config: RunConfig, num_processes: int) -> LlamaConfig:
     """The shape of the run's model. Raises one BadInput with a line for every problem found."""
     shape, problems = computation_problems(config, num_processes)
-    problems += source_problems(config) + output_problems(config)
+    problems += source_problems(config) + output_problems(config) + tracker_problems(config)
     if problems or shape is None:
         raise BadInput("\n".join(problems))
     return shape
