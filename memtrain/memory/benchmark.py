@@ -99,6 +99,14 @@ def make_step(rung: Rung, shape_name: str) -> Callable[[Tensor], float]:
     return memtrain_step(shape, rung.options, rows, tokens)
 
 
+def warmed_step(make: Callable[[], Callable[[Tensor], float]], ids: Tensor) -> Callable[[Tensor], float]:
+    """The step that `make` builds, after its first WARMUP_STEPS."""
+    step = make()
+    for _ in range(WARMUP_STEPS):
+        step(ids)
+    return step
+
+
 def token_rows(shape_name: str) -> Tensor:
     """int64 [rows, tokens + 1], the same for all recipes: ids with the frequencies of words (Zipf), so a loss can fall."""
     shape, rows, tokens = SHAPES[shape_name]
@@ -149,16 +157,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     """job: {"what": "peak" or "speed", "shape": name, "rung": index in LADDER, "repeats": n}. Runs in this process."""
     rung, shape_name = LADDER[job["rung"]], job["shape"]
     ids = token_rows(shape_name)
+    make = partial(make_step, rung, shape_name)
     if job["what"] == "peak":
-        def work() -> None:
-            step = make_step(rung, shape_name)
-            for _ in range(WARMUP_STEPS):
-                step(ids)
-
-        return {"peak_bytes": peak_tensor_bytes(work)}
-    step = make_step(rung, shape_name)
-    for _ in range(WARMUP_STEPS):
-        step(ids)
+        return {"peak_bytes": peak_tensor_bytes(partial(warmed_step, make, ids))}
+    step = warmed_step(make, ids)
     process_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds, losses = [], []
     for _ in range(job["repeats"]):
@@ -204,13 +206,8 @@ def run_pairs(shape_name: str, repeats: int) -> list[dict[str, Any]]:
                   "memtrain": partial(memtrain_step, shape, options, rows, tokens)}
         row: dict[str, Any] = dict(options)
         for name, make in makers.items():
-            def work(make: Callable[[], Callable[[Tensor], float]] = make) -> None:
-                _reset_accelerate()
-                step = make()
-                for _ in range(WARMUP_STEPS):
-                    step(ids)
-
-            row[name + "_peak_bytes"] = peak_tensor_bytes(work)
+            _reset_accelerate()
+            row[name + "_peak_bytes"] = peak_tensor_bytes(partial(warmed_step, make, ids))
         _reset_accelerate()
         steps: dict[str, Callable[[Tensor], float]] = {name: make() for name, make in makers.items()}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
