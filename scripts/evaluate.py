@@ -14,7 +14,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from memtrain.command import BadInput, Option, check_writable, read_arguments, run_script, write_json
-from memtrain.config import EVALUATION_OPTIONS, make_config, option_kinds
+from memtrain.config import make_config, option_kinds
+from memtrain.options import EVALUATION_OPTIONS
 
 DEFAULTS = {"max_steps": 1, "micro_batch_size": 8}
 

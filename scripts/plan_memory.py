@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.command import BadInput, check_writable, run_script, write_json
-from memtrain.config import load_config, parse_bytes
+from memtrain.config import load_config
+from memtrain.options import parse_bytes
 
 OWN_OPTIONS = ("json", "plot", "maximize")
 QUANTITIES = ("micro_batch_size", "seq_len", "layers", "model")

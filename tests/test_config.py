@@ -9,9 +9,7 @@ import yaml
 
 from memtrain.command import BadInput
 from memtrain.config import (
-    EVALUATION_OPTIONS,
     RECIPES,
-    RunConfig,
     changed_options,
     help_text,
     load_config,
@@ -20,6 +18,7 @@ from memtrain.config import (
     read_recipe,
     save_config,
 )
+from memtrain.options import EVALUATION_OPTIONS, RunConfig
 
 NAMES = [f.name for f in fields(RunConfig)]
 

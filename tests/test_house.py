@@ -20,11 +20,11 @@ LONGEST_FILE_LINES = 350
 BELOW = {
     "command": set(),
     "float_formats": {"command"},
-    "config": {"command", "float_formats", "recipes"},
+    "options": {"command"},
+    "rules": {"options", "command"},
+    "config": {"rules", "options", "command", "recipes"},
     "recipes": set(),
-    "model": {"config", "float_formats", "command"},
-    "data": {"config", "float_formats", "command"},
-    "optim": {"config", "float_formats", "command"},
+    **{name: {"config", "rules", "options", "float_formats", "command"} for name in ("model", "data", "optim")},
 }
 BELOW["training"] = {"optim", "data", "model", *BELOW["model"]}
 BELOW["memory"] = {"training", *BELOW["training"]}

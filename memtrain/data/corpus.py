@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memtrain.config import BadInput, RunConfig
+from memtrain.command import BadInput
+from memtrain.options import RunConfig
 
 STANDARD_LIBRARY = "python-stdlib"
 SUFFIXES = (".txt", ".py", ".jsonl", ".parquet")

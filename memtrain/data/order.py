@@ -17,7 +17,7 @@ import numpy as np
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from memtrain.config import BadInput
+from memtrain.command import BadInput
 from memtrain.data.packing import Rows, collate, stream_rows
 from memtrain.data.tokenizer import document_ids
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from memtrain.config import BadInput
+from memtrain.command import BadInput
 from memtrain.data.token_store import Tokens
 
 IGNORED_TARGET = -100  # the label that torch's cross_entropy leaves out by default

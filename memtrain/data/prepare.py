@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memtrain.config import BadInput, RunConfig, padded_vocab_size
+from memtrain.command import BadInput
 from memtrain.data.corpus import Corpus, CorpusReport
 from memtrain.data.packing import PACKINGS, Rows, check_ids, check_training_rows
 from memtrain.data.token_store import Tokens, cached_folder, held_out_share, tokenize_split
@@ -27,6 +27,7 @@ from memtrain.data.tokenizer import (
     tokenizer_size,
     train_tokenizer,
 )
+from memtrain.options import RunConfig, padded_vocab_size
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

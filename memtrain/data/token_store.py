@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from memtrain.config import BadInput
+from memtrain.command import BadInput
 from memtrain.data.corpus import CorpusReport
 from memtrain.data.tokenizer import document_ids, tokenizer_size
 

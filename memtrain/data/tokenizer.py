@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from memtrain.config import BadInput
+from memtrain.command import BadInput
 from memtrain.data.corpus import one_line
 
 BEGIN, END, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"

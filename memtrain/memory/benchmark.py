@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memtrain.command import BadInput
-from memtrain.config import RunConfig, make_config
+from memtrain.config import make_config
 from memtrain.memory.peers import has_torchtune, torchtune_step, transformers_step
 from memtrain.model.loss import linear_cross_entropy
 from memtrain.model.presets import PRESETS, LlamaConfig
+from memtrain.options import RunConfig
 
 MIB = 2**20
 # glibc keeps freed memory by default; with these a process holds what its tensors hold

@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-from memtrain.config import RunConfig
 from memtrain.memory.estimate import Play, play
 from memtrain.memory.ledger import Window, Work
 from memtrain.model.presets import LlamaConfig
+from memtrain.options import RunConfig
 from memtrain.training.step import micro_batch_size
 
 PLAYED_LAYERS = 3  # a first, a middle and a last one

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-from memtrain.config import RunConfig
+from memtrain.options import RunConfig
 
 GPU_STATUS = "not yet checked on a GPU"
 

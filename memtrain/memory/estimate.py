@@ -24,7 +24,6 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memtrain.config import RunConfig
 from memtrain.data.order import Update
 from memtrain.memory.device import GPU_STATUS, gpu_apart
 from memtrain.memory.ledger import PHASES, Ledger, Snapshot, Window, Work
@@ -33,6 +32,7 @@ from memtrain.model import loss
 from memtrain.model.huggingface import export
 from memtrain.model.presets import LlamaConfig
 from memtrain.optim import low_memory
+from memtrain.options import RunConfig
 from memtrain.training import checkpoint as checkpoints
 from memtrain.training.progress import Progress
 from memtrain.training.step import StepResult, TrainState, build, evaluate, make_accelerator, micro_batch_size, train_step

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memtrain.command import BadInput
-from memtrain.config import RunConfig
 from memtrain.memory.compose import Composer
 from memtrain.memory.estimate import Prediction, needed_bytes, predict
 from memtrain.memory.planner import STATES
 from memtrain.model.presets import PRESETS, LlamaConfig, model_config
+from memtrain.options import RunConfig
 
 QUANTITIES = ("micro_batch_size", "seq_len", "layers", "model")
 LARGEST = 1 << 20

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from memtrain.command import BadInput
-from memtrain.config import RunConfig, parse_bytes
 from memtrain.data.corpus import source_problems
 from memtrain.memory.compose import Composer, checkpointed
 from memtrain.memory.device import device_type
@@ -20,6 +19,7 @@ from memtrain.memory.estimate import Prediction, in_child, needed_bytes, predict
 from memtrain.memory.ledger import Work
 from memtrain.model.loss import automatic_chunk_tokens
 from memtrain.model.presets import LlamaConfig
+from memtrain.options import RunConfig, parse_bytes
 from memtrain.training.check import computation_problems, launch_precision
 from memtrain.training.step import micro_batch_size
 

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from memtrain.config import RunConfig
 from memtrain.memory.device import GPU_STATUS
 from memtrain.memory.estimate import Prediction
 from memtrain.memory.ledger import PARTS
 from memtrain.memory.planner import Plan
+from memtrain.options import RunConfig
 
 COLOURS = dict(zip(PARTS, ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377"), strict=True))
 MOST_ROWS = 20  # of a ranked table

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.command import BadInput
-from memtrain.config import RunConfig, padded_vocab_size
+from memtrain.options import RunConfig, padded_vocab_size
 
 
 @dataclass(frozen=True)

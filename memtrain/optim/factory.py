@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memtrain.config import RunConfig
 from memtrain.optim.low_memory import LowMemoryOptimizer
+from memtrain.options import RunConfig
 
 # name: (update rule, bits of a number of its state)
 OPTIMIZERS = {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.config import BadInput
+from memtrain.command import BadInput
 
 SLICE = 2**18  # numbers updated at a time: float32 slices of 1 MiB stay in the cache of a CPU core
 NOISE_BITS = 24

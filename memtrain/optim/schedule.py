@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from memtrain.config import RunConfig
+from memtrain.options import RunConfig
 
 WARMUP_SHARE = 0.1  # of the run, when warmup_steps is not set
 WSD_DECAY_SHARE = 0.2  # of the run, when decay_steps is not set (arXiv 2405.18392 finds 10 to 20 % enough)

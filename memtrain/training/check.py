@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from memtrain.command import BadInput
-from memtrain.config import RunConfig, changed_options, read_recipe
+from memtrain.config import changed_options, read_recipe
 from memtrain.data.corpus import source_problems
 from memtrain.model.presets import LlamaConfig, model_config
+from memtrain.options import RunConfig
 
 
 def launch_precision(config: RunConfig) -> str:

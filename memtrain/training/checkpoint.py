@@ -18,13 +18,14 @@ import torch
 from safetensors import SafetensorError
 
 from memtrain.command import BadInput, TrainingStopped
-from memtrain.config import RunConfig, changed_options, read_recipe
+from memtrain.config import changed_options, read_recipe
 from memtrain.data.prepare import Data
 from memtrain.data.tokenizer import load_tokenizer
 from memtrain.model.huggingface import load_model, load_weights
 from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig
 from memtrain.optim.low_memory import local_tensor
+from memtrain.options import RunConfig
 from memtrain.training.progress import Progress
 from memtrain.training.step import TrainState
 

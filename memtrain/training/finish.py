@@ -10,7 +10,6 @@ from typing import Any
 from accelerate import Accelerator
 
 from memtrain.command import BadInput
-from memtrain.config import RunConfig
 from memtrain.data.corpus import source_problems
 from memtrain.data.order import eval_batches
 from memtrain.data.prepare import Data, prepare, prepare_evaluation
@@ -18,6 +17,7 @@ from memtrain.data.tokenizer import pad_token_id
 from memtrain.model.generate import generate
 from memtrain.model.huggingface import export
 from memtrain.model.presets import LlamaConfig
+from memtrain.options import RunConfig
 from memtrain.training.check import precision_problems
 from memtrain.training.checkpoint import Opened, stop_when_refused
 from memtrain.training.metrics import evaluation_metrics

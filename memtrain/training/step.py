@@ -23,7 +23,6 @@ from accelerate.utils import (
 from torch import Tensor
 
 from memtrain.command import BadInput
-from memtrain.config import RunConfig
 from memtrain.data.order import Update, check_row_count
 from memtrain.data.prepare import Data
 from memtrain.model.huggingface import load_weights
@@ -31,6 +30,7 @@ from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig, is_weights_source
 from memtrain.optim.factory import make_optimizer, update_in_backward
 from memtrain.optim.schedule import learning_rate_factor
+from memtrain.options import RunConfig
 
 Result = TypeVar("Result")
 

@@ -1,7 +1,7 @@
 import pytest
 
-from memtrain.config import RunConfig
 from memtrain.data.tokenizer import train_tokenizer
+from memtrain.options import RunConfig
 
 
 @pytest.fixture(scope="session")

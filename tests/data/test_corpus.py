@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from memtrain.config import BadInput
+from memtrain.command import BadInput
 from memtrain.data import corpus
 from memtrain.data.corpus import Corpus, CorpusReport, source_problems
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from memtrain.config import BadInput, RunConfig
+from memtrain.command import BadInput
 from memtrain.data.order import (
     Share,
     StreamingUpdates,
@@ -21,6 +21,7 @@ from memtrain.data.order import (
 from memtrain.data.packing import PaddedRows, Tokens
 from memtrain.data.prepare import training_documents
 from memtrain.data.tokenizer import document_ids
+from memtrain.options import RunConfig
 
 SEQ_LEN = 4
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from memtrain.config import BadInput
+from memtrain.command import BadInput
 from memtrain.data import packing
 from memtrain.data.packing import (
     IGNORED_TARGET,

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from memtrain.config import BadInput
+from memtrain.command import BadInput
 from memtrain.data import prepare as module
 from memtrain.data import token_store
 from memtrain.data.prepare import prepare, prepare_evaluation

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from memtrain.config import BadInput
+from memtrain.command import BadInput
 from memtrain.data import token_store
 from memtrain.data.corpus import CorpusReport
 from memtrain.data.packing import PackedRows

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from memtrain.config import BadInput
+from memtrain.command import BadInput
 from memtrain.data import tokenizer as module
 from memtrain.data.tokenizer import (
     BEGIN,

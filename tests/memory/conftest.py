@@ -9,7 +9,7 @@ import pytest
 from jobs import reset_accelerate
 from real_runs import Steps, allocator_peaks
 
-from memtrain.config import RunConfig
+from memtrain.options import RunConfig
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from memtrain.config import RunConfig, make_config
+from memtrain.config import make_config
 from memtrain.data.order import Update
+from memtrain.options import RunConfig
 
 SHAPE = {"model": "tiny", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "seq_len": 128, "global_batch_size": 4, "micro_batch_size": 4,

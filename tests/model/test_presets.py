@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from memtrain.command import BadInput
-from memtrain.config import RunConfig, padded_vocab_size
 from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import (
     PRESETS,
@@ -18,6 +17,7 @@ from memtrain.model.presets import (
     shape_problems,
     weights_tokenizer,
 )
+from memtrain.options import RunConfig, padded_vocab_size
 
 # of the published models, from their cards
 PUBLISHED = {"1b": 1_235_814_400, "3b": 3_212_749_824, "7b": 6_738_415_616, "8b": 8_030_261_248}

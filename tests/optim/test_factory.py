@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 
-from memtrain.config import RunConfig
 from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig
 from memtrain.optim.factory import OPTIMIZERS, make_optimizer, parameter_groups
+from memtrain.options import RunConfig
 
 SHAPE = LlamaConfig(97, 32, 64, 2, 4, 2, 8, attention_bias=True)
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from memtrain.command import BadInput
-from memtrain.config import RunConfig, config_problems, make_config
+from memtrain.config import make_config
 from memtrain.optim.factory import OPTIMIZERS, make_optimizer, update_in_backward
+from memtrain.options import RunConfig
+from memtrain.rules import config_problems
 from memtrain.training.check import check_run, in_backward_problems
 
 KINDS = ["none", "selective", "selective_deep", "full"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 
-from memtrain.config import RunConfig
 from memtrain.optim.schedule import learning_rate_factor
+from memtrain.options import RunConfig
 
 
 def factors(total, **options):

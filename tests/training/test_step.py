@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from jobs import reset_accelerate
 
-from memtrain.config import RunConfig
 from memtrain.data.order import Update
 from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig
 from memtrain.optim.schedule import learning_rate_factor
+from memtrain.options import RunConfig
 from memtrain.training import step as steps
 from memtrain.training.checkpoint import RunState, load_checkpoint, save_checkpoint
 from memtrain.training.metrics import TrainLog
