@@ -89,11 +89,15 @@ class RunConfig:
                                          choices=("none", "selective", "selective_deep", "full"), may_change=True)
     checkpointed_layers: int | str = option("all", "layers it applies to, counted from the first, or all",
                                             words=("all",), minimum=0, may_change=True)
+    recomputed_rows: int | str = option("all", "rows of a micro-batch that a layer computes (again) at a time, or all",
+                                        words=("all",), minimum=1, may_change=True)
     offload_activations: bool = option(False, "keep what the early layers save for the backward in host memory",
                                        may_change=True)
     loss_chunk_tokens: int | str = option("auto", "tokens whose logits exist at a time, or auto", words=("auto",), minimum=1,
                                           may_change=True)
     optimizer_in_backward: bool = option(False, "update each parameter as soon as its gradient is there, and free it")
+    head_in_blocks: bool = option(False, "with optimizer_in_backward: form the head's gradient in the backward, some rows at a "
+                                  "time, update and free these; one more product of the head")
     param_dtype: str = option("float32", "dtype of weights and gradients; bfloat16 is rounded stochastically",
                               choices=("float32", "bfloat16", "float16"))
     mixed_precision: str | None = option(None, "no, bf16, fp16 or fp8; default: the launch config's",

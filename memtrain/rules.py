@@ -28,6 +28,15 @@ def config_problems(config: RunConfig) -> list[str]:
     if config.optimizer_in_backward and config.max_grad_norm is not None:
         found.append(f"optimizer_in_backward=true with max_grad_norm={config.max_grad_norm:g}: the norm of all gradients is "
                      "known only after the first are gone; set max_grad_norm=none, or optimizer_in_backward=false")
+    if config.recomputed_rows != "all" and config.gradient_checkpointing == "none":
+        found.append(f"recomputed_rows={config.recomputed_rows} with gradient_checkpointing=none: nothing is computed again; "
+                     "set gradient_checkpointing=full, or leave recomputed_rows out")
+    if config.head_in_blocks and not config.optimizer_in_backward:
+        found.append("head_in_blocks=true with optimizer_in_backward=false: the whole gradient is wanted before any row may "
+                     "change; set optimizer_in_backward=true, or head_in_blocks=false")
+    if config.head_in_blocks and config.optimizer == "adafactor":
+        found.append("head_in_blocks=true with optimizer=adafactor: it scales by sums over the whole gradient; set "
+                     "head_in_blocks=false, or optimizer=adamw_8bit")
     if config.offload_activations and config.gradient_checkpointing.startswith("selective"):
         found.append(f"offload_activations=true with gradient_checkpointing={config.gradient_checkpointing}: what selective "
                      "keeps is out of reach of the offload; set gradient_checkpointing to full or none")

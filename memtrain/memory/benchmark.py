@@ -52,6 +52,7 @@ class Rung:
 
 _BF16 = {"mixed_precision": "bf16"}
 _IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": None}
+_IN_BLOCKS = {**_IN_BACKWARD, "head_in_blocks": True, "recomputed_rows": 1}
 _PURE = {"mixed_precision": "no", "param_dtype": "bfloat16", "gradient_checkpointing": "full"}
 LADDER = [
     Rung("transformers, bf16 autocast", "-", peer="plain"),
@@ -62,11 +63,14 @@ LADDER = [
     Rung("+ full instead", "rounding, time", {**_BF16, "gradient_checkpointing": "full"}),
     Rung("+ full, update in backward", "rounding, time, no clipping",
          {**_BF16, "gradient_checkpointing": "full", **_IN_BACKWARD}),
+    Rung("+ full, in backward, head in blocks", "rounding, time, no clipping",
+         {**_BF16, "gradient_checkpointing": "full", **_IN_BLOCKS}),
     Rung("bf16 weights, AdamW", "changes the update", {**_PURE, "optimizer": "adamw"}),
     Rung("+ 8-bit state", "changes the update", {**_PURE, "optimizer": "adamw_8bit"}),
     Rung("+ 8-bit, update in backward", "changes the update", {**_PURE, "optimizer": "adamw_8bit", **_IN_BACKWARD}),
+    Rung("+ 8-bit, in backward, head in blocks", "changes the update", {**_PURE, "optimizer": "adamw_8bit", **_IN_BLOCKS}),
     Rung("torchtune + torchao, the same recipe", "changes the update", peer="torchtune"),
-    Rung("+ 4-bit, update in backward", "changes the update", {**_PURE, "optimizer": "adamw_4bit", **_IN_BACKWARD}),
+    Rung("+ 4-bit, in backward, head in blocks", "changes the update", {**_PURE, "optimizer": "adamw_4bit", **_IN_BLOCKS}),
     Rung("+ Adafactor, in backward", "another optimizer", {**_PURE, "optimizer": "adafactor", **_IN_BACKWARD}),
 ]
 # the same recipes as ours, twice: which is faster, and which is smaller, at equal settings

@@ -89,7 +89,8 @@ class Composer:
 
     def _whole_plays(self, config: RunConfig) -> tuple[Play, Play]:
         """Plays with evaluation and save, of three layers with these rows, and of two."""
-        plain = replace(config, optimizer="adamw", optimizer_in_backward=False, gradient_checkpointing="none",
+        plain = replace(config, optimizer="adamw", optimizer_in_backward=False, head_in_blocks=False,
+                        gradient_checkpointing="none",
                         global_batch_size=micro_batch_size(config, self.num_processes) * self.num_processes)
         less = replace(plain, micro_batch_size=1, global_batch_size=self.num_processes, loss_chunk_tokens="auto")
         return self._play(plain, whole=True), self._play(less, whole=True, layers=PLAYED_LAYERS - 1)
@@ -109,9 +110,9 @@ class Composer:
             config = replace(config, micro_batch_size=1, global_batch_size=self.num_processes)
         wanted = config.global_batch_size // self.num_processes // rows
         key: tuple[object, ...] = (
-            config.param_dtype, config.mixed_precision, config.optimizer, config.optimizer_in_backward,
-            config.gradient_checkpointing, config.offload_activations, config.loss_chunk_tokens, config.seq_len, rows,
-            min(wanted, 2), layers)
+            config.param_dtype, config.mixed_precision, config.optimizer, config.optimizer_in_backward, config.head_in_blocks,
+            config.gradient_checkpointing, config.recomputed_rows, config.offload_activations, config.loss_chunk_tokens,
+            config.seq_len, rows, min(wanted, 2), layers)
         if (*key, True) in self.plays:  # a play with evaluation and save serves one without
             whole = True
         key = (*key, whole)

@@ -232,12 +232,12 @@ def _once_for_each_shape(tracker: Tracker, rule: Callable[..., None]) -> Callabl
     state is made."""
     known: dict[Any, tuple[int, Work, dict[str, Tensor]]] = {}
 
-    def update(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Any, bits: int, seed: int) -> None:
-        key = (tuple(weight.shape), weight.dtype, bits, step.number == 1)
+    def update(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Any, bits: int, seed: int, first: int) -> None:
+        key = (tuple(weight.shape), tuple(grad.shape), weight.dtype, bits, step.number == 1 and first == 0)
         if key not in known:
-            slices = -(-weight.numel() // low_memory.SLICE)
+            slices = -(-grad.numel() // low_memory.SLICE)
             with tracker.own_rise() as found:
-                rule(weight, grad, state, step, bits, seed)
+                rule(weight, grad, state, step, bits, seed, first)
             work = found.work.times(slices / min(slices, 3))
             tracker.windows[-1].work += found.work.times(slices / min(slices, 3) - 1)
             known[key] = (found.bytes, work, {name: value for name, value in state.items() if isinstance(value, Tensor)})

@@ -31,6 +31,7 @@ KINDS = ("none", "selective", "selective_deep", "full")  # each keeps less than 
 STATES = ("adamw", "adamw_8bit", "adamw_4bit", "adafactor")  # each has less state than the one before
 MOST_LAYER_STEPS = 8  # numbers of checkpointed layers that are tried
 MOST_MICRO_BATCHES = 6  # sizes of micro-batches that are tried
+ROW_GROUPS = 4  # in which a checkpointed layer may take a micro-batch
 
 
 @dataclass
@@ -206,9 +207,16 @@ def candidates(config: RunConfig, shape: LlamaConfig, allow: Sequence[str], num_
             offload = [config.offload_activations]
             if device == "cuda" and kind in ("none", "full") and not offload[0]:
                 offload.append(True)
-            for chunk, early, host in itertools.product(chunks, in_backward, offload):
-                yield replace(changed, micro_batch_size=size, gradient_checkpointing=kind, checkpointed_layers=count,
-                              loss_chunk_tokens=chunk, optimizer_in_backward=early, offload_activations=host), accuracy
+            rows = [config.recomputed_rows]
+            if kind == "full" and count == "all" and rows == ["all"] and size > 1:
+                rows.append(max(1, size // ROW_GROUPS))
+            for chunk, early, host, group in itertools.product(chunks, in_backward, offload, rows):
+                recipe = replace(changed, micro_batch_size=size, gradient_checkpointing=kind, checkpointed_layers=count,
+                                 loss_chunk_tokens=chunk, optimizer_in_backward=early, offload_activations=host,
+                                 recomputed_rows=group)
+                yield recipe, accuracy
+                if early and not (recipe.head_in_blocks or shape.tie_word_embeddings or recipe.optimizer == "adafactor"):
+                    yield replace(recipe, head_in_blocks=True), accuracy
 
 
 def layer_counts(layers: int) -> list[int]:

@@ -251,10 +251,13 @@ class Tracker(TorchDispatchMode):
                 if isinstance(value, Tensor):
                     self.see(value, "optimizer")
 
-    def _enter_optimizer(self, *_: Any) -> None:
+    def _enter_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._go(enter="optimizer")
-        self._updated = [p for p in self.parameters if p.grad is not None]
+        rows = kwargs.get("rows")
+        self._updated = [p for p in self.parameters if p.grad is not None] if rows is None else [rows.parameter]
         self._name_gradients()
+        if rows is not None:
+            self.see(rows.grad, "gradients")
 
     def _leave_optimizer(self, *_: Any) -> None:
         self._name_optimizer_state({p: self.optimizer.state[p] for p in self._updated if p in self.optimizer.state})

@@ -6,10 +6,11 @@ C head width, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from memtrain.model.gradient_checkpointing import POLICIES
 from memtrain.model.layers import Linear, RMSNorm, compute_dtype
-from memtrain.model.loss import linear_cross_entropy
+from memtrain.model.loss import UpdateRows, linear_cross_entropy
 from memtrain.model.offload import offload_activations
 from memtrain.model.presets import LlamaConfig
 
@@ -86,6 +87,15 @@ class Positions:
     mask: Tensor | None = None  # bool [N, 1, S, S], true where a query may see a key; None: causal
     document_lengths: list[int] | None = None  # cut the T tokens of a packed batch into documents, each by itself
     cache: KeyValueCache | None = None
+
+    def of_rows(self, first: int, count: int, length: int) -> Positions:
+        """For rows first to first + count of `length` tokens each; no document goes from one row into the next."""
+        lengths = self.document_lengths
+        if lengths is not None:
+            ends = list(itertools.accumulate(lengths))
+            lengths = [n for n, end in zip(lengths, ends, strict=True) if first * length < end <= (first + count) * length]
+        mask = None if self.mask is None else self.mask[first:first + count]
+        return replace(self, mask=mask, document_lengths=lengths)
 
 
 class Attention(nn.Module):
@@ -157,6 +167,7 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.offload_activations = False
+        self.recomputed_rows: int | None = None
         self.set_gradient_checkpointing("none", 0, compiled=False)
 
     def set_gradient_checkpointing(self, kind: str, layers: int, compiled: bool) -> None:
@@ -186,11 +197,18 @@ class LlamaModel(nn.Module):
         training = self.training and torch.is_grad_enabled()
         offload = offload_activations() if training and self.offload_activations else nullcontext()
         kept_layers = min(NOT_OFFLOADED, len(self.layers))
+        # groups of rows go through a layer in turn, so that the backward computes one group again at a time
+        rows, length = x_NSD.shape[:2]
+        size = self.recomputed_rows if training and self.recomputed_rows is not None else max(rows, 1)
+        groups = list(x_NSD.split(size)) if size < rows else [x_NSD]
+        places = [at.of_rows(first, size, length) for first in range(0, rows, size)] if size < rows else [at]
         for index, layer in enumerate(self.layers):
             run = self.runs[index] if training else layer
             # what the last layers save is wanted back at once
             with offload if index < len(self.layers) - kept_layers else nullcontext():
-                x_NSD = run(x_NSD, at)
+                for number, place in enumerate(places):
+                    groups[number] = run(groups[number], place)
+        x_NSD = torch.cat(groups) if len(groups) > 1 else groups[0]
         return self.norm(x_NSD)
 
 
@@ -219,6 +237,7 @@ class LlamaForCausalLM(nn.Module):
         self.lm_head = (None if config.tie_word_embeddings
                         else nn.Linear(config.hidden_size, config.vocab_size, bias=False))
         self.loss_chunk_tokens: int | None = None
+        self.update_head_rows: UpdateRows | None = None
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
@@ -251,4 +270,4 @@ class LlamaForCausalLM(nn.Module):
         if targets is None:
             return F.linear(hidden_NSD, self.head_weight)
         return linear_cross_entropy(hidden_NSD.flatten(0, 1), self.head_weight, targets.flatten(),
-                                    self.loss_chunk_tokens)
+                                    self.loss_chunk_tokens, self.update_head_rows)

@@ -1,11 +1,13 @@
 """Loss head that never holds the logits: matrix product and cross-entropy, a chunk of tokens at a time.
 
+The gradient of its weight is as large as the weight. Where an optimizer can take it by rows, it never exists whole either.
+
 Shapes in names: T tokens, c tokens of a chunk, D hidden, V vocabulary, b rows of a block of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,10 @@ IGNORE = -100
 CHUNK_TOKENS = {"cpu": 128, "cuda": 1024}
 CHUNK_BYTES = 16 * 2**20  # a chunk of fewer float32 logits than this saves nothing worth having
 BLOCK_BYTES = 8 * 2**20  # float32 rows of the weight that are cast, or whose gradient is formed, at a time
+UPDATE_BYTES = 4 * 2**20  # float32 rows of the weight's gradient, and logits of them, where rows are updated in the backward
+UPDATE_ROWS_MULTIPLE = 256  # whole blocks of an optimizer's low-bit state, whatever the width
+
+UpdateRows = Callable[[int, Tensor], None]
 
 
 def automatic_chunk_tokens(vocab_size: int, device_type: str) -> int:
@@ -24,13 +30,16 @@ def automatic_chunk_tokens(vocab_size: int, device_type: str) -> int:
 
 
 def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor,
-                         chunk_tokens: int | None = None) -> Tensor:
+                         chunk_tokens: int | None = None, update_rows: UpdateRows | None = None) -> Tensor:
     """Sum over tokens of -log softmax(hidden @ weight.T)[target]; targets of -100 count nothing.
 
     hidden_TD: float [T, D]; weight_VD: float [V, D]; targets_T: int64 [T]. Under autocast the products run in its
     dtype, as those of `F.linear` would; softmax and the sum are float32. chunk_tokens: None chooses.
     Returns a float32 scalar. Holds no more than chunk_tokens x V logits; in training the gradients are formed chunk by
     chunk in the forward (no product is computed twice), so the backward only scales them.
+
+    update_rows(first, grad_bD): where given, the weight gets no gradient. The backward computes the logits of a block of the
+    vocabulary once more, and hands over the gradient of those b rows (float32, from row `first` on), which may then change.
     """
     chunk = chunk_tokens or automatic_chunk_tokens(weight_VD.shape[0], hidden_TD.device.type)
     device = hidden_TD.device.type
@@ -40,20 +49,23 @@ def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
         hidden_TD = hidden_TD.to(dtype)
     with torch.autocast(device, enabled=False):
         # inside a Function gradients are always off, and its needs_input_grad ignores no_grad: ask here
-        return _LinearCrossEntropy.apply(hidden_TD, weight_VD, targets_T, chunk, torch.is_grad_enabled())
+        update_rows = update_rows if torch.is_grad_enabled() and weight_VD.requires_grad else None
+        return _LinearCrossEntropy.apply(hidden_TD, weight_VD, targets_T, chunk, torch.is_grad_enabled(), update_rows)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: int,
-                grad_enabled: bool) -> Tensor:
+                grad_enabled: bool, update_rows: UpdateRows | None) -> Tensor:
         need_hidden, need_weight = (grad_enabled and need for need in ctx.needs_input_grad[:2])
+        need_weight = need_weight and update_rows is None
         dtype, tokens = hidden_TD.dtype, hidden_TD.shape[0]
         # softmax - onehot is at most 1 and mostly near 1 / V, where float16 has few bits left: lift it before the cast
         lift = 1024.0 if dtype == torch.float16 else 1.0
         total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
         grad_hidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD) if need_weight else None
+        log_sum_T = torch.empty(tokens if update_rows is not None else 0, dtype=torch.float32, device=hidden_TD.device)
         buffer_cV = torch.empty(min(chunk, tokens), weight_VD.shape[0], dtype=torch.float32, device=hidden_TD.device)
         for start in range(0, tokens, chunk):
             hidden_cD, targets_c = hidden_TD[start:start + chunk], targets_T[start:start + chunk]
@@ -65,7 +77,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             target_c, largest_c = logits_cV.gather(1, index_c1)[:, 0], logits_cV.amax(dim=1)
             exp_cV = logits_cV.sub_(largest_c[:, None]).exp_()  # in place: there is one buffer of c x V and no other
             sum_c = exp_cV.sum(dim=1)
-            total += (sum_c.log() + largest_c - target_c).where(real_c, 0.0).sum()
+            log_sum_c = sum_c.log() + largest_c
+            total += (log_sum_c - target_c).where(real_c, 0.0).sum()
+            if update_rows is not None:
+                log_sum_T[start:start + chunk] = log_sum_c
             if not (need_hidden or need_weight):
                 continue
             weight_c = (lift * real_c).float()
@@ -81,7 +96,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     _add_product(grad_weight_VD[block], grad_cb.t(), divided_cD)
             if grad_hidden_TD is not None:
                 grad_hidden_TD[start:start + chunk] = grad_hidden_cD
-        ctx.grads, ctx.lift = (grad_hidden_TD, grad_weight_VD), lift
+        ctx.grads, ctx.lift, ctx.update_rows = (grad_hidden_TD, grad_weight_VD), lift, update_rows
+        if update_rows is not None:
+            ctx.save_for_backward(hidden_TD, weight_VD, targets_T, log_sum_T)
         return total
 
     @staticmethod
@@ -95,7 +112,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
             _scale_in_place(grad_hidden_TD, grad_output / ctx.lift)
         if grad_weight_VD is not None:
             _scale_in_place(grad_weight_VD, grad_output)
-        return grad_hidden_TD, grad_weight_VD, None, None, None
+        if ctx.update_rows is not None:
+            hidden_TD, weight_VD, targets_T, log_sum_T = ctx.saved_tensors
+            scale_T = grad_output * (targets_T != IGNORE)
+            for first, grad_bD in _weight_gradient_blocks(hidden_TD, weight_VD, targets_T, log_sum_T, scale_T):
+                ctx.update_rows(first, grad_bD)
+        return grad_hidden_TD, grad_weight_VD, None, None, None, None
+
+
+def _weight_gradient_blocks(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, log_sum_T: Tensor,
+                            scale_T: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first row, float32 gradient of the rows of a block). A block's rows may change once its gradient is out."""
+    vocab_size, width = weight_VD.shape
+    rows = max(1, UPDATE_BYTES // (4 * width * UPDATE_ROWS_MULTIPLE)) * UPDATE_ROWS_MULTIPLE
+    tokens = max(1, UPDATE_BYTES // (4 * rows))
+    for first in range(0, vocab_size, rows):
+        weight_bD = weight_VD[first:first + rows].to(hidden_TD.dtype)
+        grad_bD = torch.zeros(weight_bD.shape, dtype=torch.float32, device=weight_VD.device)
+        for start in range(0, hidden_TD.shape[0], tokens):
+            chunk = slice(start, start + tokens)
+            hidden_cD, scale_c = hidden_TD[chunk], scale_T[chunk]
+            odds_cb = (hidden_cD @ weight_bD.t()).float().sub_(log_sum_T[chunk, None]).exp_().mul_(scale_c[:, None])
+            index_c = targets_T[chunk] - first
+            inside_c = (index_c >= 0) & (index_c < weight_bD.shape[0])
+            odds_cb.scatter_add_(1, index_c.where(inside_c, 0)[:, None], -(scale_c * inside_c)[:, None])
+            _add_product(grad_bD, odds_cb.to(hidden_TD.dtype).t(), hidden_cD)
+        yield first, grad_bD
 
 
 def _blocks(weight_VD: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
-from memtrain.optim.low_memory import LowMemoryOptimizer
+from memtrain.optim.low_memory import LowMemoryOptimizer, Rows
 from memtrain.options import RunConfig
 
 # name: (update rule, bits of a number of its state)
@@ -29,13 +32,32 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
+class FusedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW, which can also update a matrix by rows. Number for number the same update."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None, rows: Rows | None = None) -> float | None:  # type: ignore[override]
+        if rows is None:
+            return super().step(closure)
+        group = next(group for group in self.param_groups if any(rows.parameter is each for each in group["params"]))
+        state, zeros = self.state[rows.parameter], partial(torch.zeros_like, rows.parameter.detach())
+        if not state:
+            state |= {"step": torch.zeros((), device=rows.parameter.device), "exp_avg": zeros(), "exp_avg_sq": zeros()}
+        part = slice(rows.first, rows.first + rows.grad.shape[0])
+        step = state["step"] if rows.first == 0 else state["step"] - 1  # counted with the first rows
+        adamw([rows.parameter.detach()[part]], [rows.grad], [state["exp_avg"][part]], [state["exp_avg_sq"][part]], [], [step],
+              amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+              weight_decay=group["weight_decay"], eps=group["eps"], maximize=False, fused=True)
+        return None
+
+
 def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     """The optimizer `config.optimizer` over the trainable parameters of `model`."""
     groups = parameter_groups(model, config.weight_decay)
     betas = (config.adam_beta1, config.adam_beta2)
     if config.optimizer == "adamw" and config.param_dtype == "float32":
         # fused: one pass over memory and no temporaries (foreach needs several copies of all parameters)
-        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
+        return FusedAdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
     rule, bits = OPTIMIZERS[config.optimizer]
     return LowMemoryOptimizer(groups, rule=rule, state_bits=bits, lr=config.learning_rate, betas=betas, eps=config.adam_eps,
                               seed=config.seed)
@@ -51,3 +73,11 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.register_post_accumulate_grad_hook(update)
+
+
+def rows_updater(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Callable[[int, Tensor], None]:
+    """(first row, gradient of the rows from there on) -> an update of these rows of `parameter`."""
+    def update(first: int, grad: Tensor) -> None:
+        optimizer.step(rows=Rows(parameter, first, grad))  # type: ignore[call-overload]
+
+    return update

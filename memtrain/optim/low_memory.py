@@ -1,7 +1,6 @@
 """Optimizers whose state takes one byte or half a byte for a number, and bfloat16 weights that learn.
 
-Every update runs in float32 over slices of a parameter, so its scratch is a few slices and never a parameter's worth. All
-random numbers are a hash of (seed, update, parameter, position): nothing to save, and a resumed run draws the same.
+Every update runs in float32 over slices of a parameter, so its scratch is a few slices and never a parameter's worth.
 """
 
 from __future__ import annotations
@@ -14,112 +13,9 @@ import torch
 from torch import Tensor
 
 from memtrain.command import BadInput
+from memtrain.optim.low_bit import STATE_CODES, Moment, mix_seed, noise_bits, stochastic_round_
 
 SLICE = 2**18  # numbers updated at a time: float32 slices of 1 MiB stay in the cache of a CPU core
-NOISE_BITS = 24
-ONE_BITS = 0x3F800000  # 1.0 as float32
-TINY = torch.finfo(torch.float32).tiny
-
-
-@dataclass(frozen=True)
-class Code:
-    """A number format for optimizer state: 4 or 8 bits, signed or not, times a float32 scale for each block.
-
-    A magnitude x is stored as the float 1 + x with these exponent and mantissa bits: steps grow with x, and near zero they are
-    even (as subnormals would be, without their cost). A block's largest magnitude gets the largest code. Blocks follow the
-    memory order of a parameter. Unsigned codes hold what Adam divides by, so they are never 0 (arXiv 2309.01507, sec. 4.1)
-    but in a block of zeros.
-    """
-
-    exponent_bits: int
-    mantissa_bits: int
-    signed: bool
-    block: int
-
-    @property
-    def bits(self) -> int:
-        return self.exponent_bits + self.mantissa_bits + self.signed
-
-    @property
-    def largest_code(self) -> int:
-        return 2 ** (self.exponent_bits + self.mantissa_bits) - 1
-
-    @property
-    def largest(self) -> float:
-        """Magnitude of the largest code before scaling."""
-        return 2.0 ** (2**self.exponent_bits - 1) * (2 - 2.0**-self.mantissa_bits) - 1
-
-    @property
-    def _shift(self) -> int:
-        return 23 - self.mantissa_bits  # moves a code's mantissa to that of a float32
-
-    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """float32 [n] from uint8 codes ([n], or [n / 2] with two 4-bit codes each) and float32 scales [n / block]."""
-        if self.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1).view(-1)
-        wide = codes.to(torch.int32)
-        magnitude = ((wide & self.largest_code) << self._shift).add_(ONE_BITS).view(torch.float32).sub_(1.0)
-        if self.signed:
-            magnitude.view(torch.int32).bitwise_or_((wide >> (self.bits - 1)) << 31)
-        _blocks(magnitude, self.block).mul_(scales[:, None])
-        return magnitude
-
-    def encode(self, values: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None = None) -> None:
-        """Write float32 values [n] as codes and scales. noise: int32 [n] of NOISE_BITS random bits, which round up or down with
-        the odds that make the mean right; None rounds to nearest."""
-        blocks = _blocks(values, self.block)
-        scales.copy_(blocks.abs().amax(dim=1)).div_(self.largest)
-        shifted = (blocks / scales.clamp_min(TINY)[:, None]).view(-1)
-        wide = shifted.abs().add_(1.0).view(torch.int32)
-        wide += (1 << (self._shift - 1)) - ONE_BITS if noise is None else (noise >> (NOISE_BITS - self._shift)) - ONE_BITS
-        wide = (wide >> self._shift).clamp_(0 if self.signed else 1, self.largest_code)
-        if self.signed:
-            wide |= (shifted < 0).to(torch.int32) << (self.bits - 1)
-        narrow = wide.to(torch.uint8)
-        codes.copy_(narrow[0::2] | (narrow[1::2] << 4) if self.bits == 4 else narrow)
-
-
-def _blocks(values: Tensor, block: int) -> Tensor:
-    return values.view(-1, block)
-
-
-# First moments change by a tenth per update, so at 8 bits rounding to nearest follows them; at 4 bits it would not. The root of
-# second moments changes by less than a code's step: it would stand still without noise. Its smallest code is not far below that
-# of the first moment (0.02 and 0.05 of a block's largest at 4 bits): a first moment that noise lifts makes no long step.
-STATE_CODES: dict[int, tuple[Code, Code] | tuple[None, None]] = {
-    8: (Code(4, 3, True, 256), Code(4, 4, False, 256)),
-    4: (Code(2, 1, True, 128), Code(2, 2, False, 128))}
-
-
-def noise_bits(start: int, stop: int, seed: int, device: torch.device) -> Tensor:
-    """int32 [stop - start] of NOISE_BITS uniform bits: a multiply-xorshift hash of position and seed (62 bits)."""
-    bits = torch.arange(start, stop, dtype=torch.int32, device=device)
-    # one key before and one within the hash: two seeds share no stretch of noise
-    for multiplier, shift, key in ((0x7FEB352D, 15, seed >> 31), (-0x7B935975, 16, seed & 0x7FFFFFFF), (0x2C1B3C6D, 15, 0)):
-        bits ^= key
-        bits ^= (bits >> shift) & ((1 << (32 - shift)) - 1)  # a logical shift
-        bits *= multiplier
-    return (bits >> (32 - NOISE_BITS)).bitwise_and_((1 << NOISE_BITS) - 1)
-
-
-def mix_seed(*parts: int) -> int:
-    """A 62-bit seed that differs in every part (splitmix64's finaliser)."""
-    state = 0
-    for part in parts:
-        state = (state + part + 0x9E3779B97F4A7C15) & (2**64 - 1)
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-        state ^= state >> 31
-    return state & (2**62 - 1)
-
-
-def stochastic_round_(target: Tensor, values: Tensor, seed: int, start: int = 0) -> None:
-    """Write float32 values [n] into bfloat16 target [n], up or down with the odds that make the mean exact
-    (arXiv 2010.06192, sec. 3): noise below the last kept bit, then cut. `start`: place of the first in its parameter."""
-    noise = noise_bits(start, start + values.numel(), seed, values.device) >> (NOISE_BITS - 16)
-    rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-65536).view(torch.float32)
-    # noise could carry a NaN into infinity, or over its sign into 0
-    target.copy_(torch.where(values.isnan(), values, rounded))
 
 
 @dataclass
@@ -132,6 +28,15 @@ class Step:
     beta2: float
     eps: float
     weight_decay: float
+
+
+@dataclass
+class Rows:
+    """Some rows of a matrix, from `first` on, and their gradient [rows, columns]. An update hands over all rows in order."""
+
+    parameter: Tensor
+    first: int
+    grad: Tensor
 
 
 class LowMemoryOptimizer(torch.optim.Optimizer):
@@ -153,28 +58,32 @@ class LowMemoryOptimizer(torch.optim.Optimizer):
                                   "rule": rule, "state_bits": state_bits})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+    def step(self, closure: Callable[[], float] | None = None, rows: Rows | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; with `rows`, only those."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         index = 0
         for group in self.param_groups:
             for parameter in group["params"]:
                 index += 1
-                if parameter.grad is not None:
-                    self._update(parameter, group, index)
+                if rows is not None:
+                    if parameter is rows.parameter:
+                        self._update(parameter, rows.grad, group, index, rows.first)
+                elif parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group, index)
         return loss
 
-    def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], index: int, first_row: int = 0) -> None:
         state = self.state[parameter]
-        state["step"] = state.get("step", 0) + 1
+        if first_row == 0:
+            state["step"] = state.get("step", 0) + 1
         beta1, beta2 = group["betas"]
         step = Step(state["step"], float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
-        assert parameter.grad is not None
-        stored, grad = local_tensor(parameter), local_tensor(parameter.grad)
+        stored = local_tensor(parameter)
         weight = stored.contiguous()  # nearly always itself
         bits = self.state_bits if weight.dim() >= 2 else 32
-        RULES[self.rule](weight, grad.contiguous(), state, step, bits, mix_seed(self.seed, index, step.number))
+        RULES[self.rule](weight, local_tensor(grad).contiguous(), state, step, bits, mix_seed(self.seed, index, step.number),
+                         first_row * weight.shape[-1])
         if weight.data_ptr() != stored.data_ptr():
             stored.copy_(weight)
 
@@ -201,49 +110,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-class Moment:
-    """A running mean of a parameter, read and written by slices; float32, or coded with a scale for each block."""
-
-    def __init__(self, state: dict[str, Any], name: str, like: Tensor, code: Code | None) -> None:
-        self.code = code
-        if name not in state:
-            count = like.numel()
-            if code is None:
-                state[name] = torch.zeros(count, dtype=torch.float32, device=like.device)
-            else:
-                blocks = -(-count // code.block)
-                state[name] = torch.zeros(blocks * code.block * code.bits // 8, dtype=torch.uint8, device=like.device)
-                state[name + "_scale"] = torch.zeros(blocks, dtype=torch.float32, device=like.device)
-        self.values: Tensor = state[name]
-        self.scales: Tensor = state[name if code is None else name + "_scale"]
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """float32 [stop - start]; without a code, the state itself and not a copy."""
-        if self.code is None:
-            return self.values[start:stop]
-        codes, scales = self._coded(self.code, start, stop)
-        return self.code.decode(codes, scales)[:stop - start]
-
-    def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
-        if self.code is None:
-            return  # `values` are the state
-        codes, scales = self._coded(self.code, start, stop)
-        if missing := len(scales) * self.code.block - (stop - start):
-            values = torch.nn.functional.pad(values, (0, missing))
-            noise = None if noise is None else torch.nn.functional.pad(noise, (0, missing))
-        self.code.encode(values, codes, scales, noise)
-
-    def _coded(self, code: Code, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Codes and scales of the blocks that hold the numbers from start (the first of its block) to stop."""
-        first, last = start // code.block, -(-stop // code.block)
-        width = code.block * code.bits // 8
-        return self.values[first * width:last * width], self.scales[first:last]
-
-
-def slices(weight: Tensor) -> Iterator[tuple[int, int]]:
-    """(start, stop) of pieces of the flattened parameter that hold at most SLICE numbers."""
-    for start in range(0, weight.numel(), SLICE):
-        yield start, min(start + SLICE, weight.numel())
+def slices(grad: Tensor, first: int) -> Iterator[tuple[int, int, Tensor]]:
+    """(start, stop, float32 gradient) of pieces that hold at most SLICE numbers of the flattened parameter, of which `grad` is
+    the gradient from number `first` on."""
+    flat = grad.view(-1)
+    for start in range(0, flat.numel(), SLICE):
+        piece = flat[start:start + SLICE]
+        yield first + start, first + start + piece.numel(), piece.float()
 
 
 def _read(weight: Tensor) -> Tensor:
@@ -259,39 +132,40 @@ def _write(weight: Tensor, values: Tensor, seed: int, start: int) -> None:
         weight.copy_(values)
 
 
-def adamw(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int) -> None:
+def adamw(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int, first: int) -> None:
     """AdamW, arXiv 1711.05101, alg. 2. Coded state holds the root of the second moment, which halves its range."""
     signed, unsigned = STATE_CODES.get(bits, (None, None))
     mean, square = Moment(state, "exp_avg", weight, signed), Moment(state, "exp_avg_sq", weight, unsigned)
     noise_seed, weight_seed = mix_seed(seed, 1), mix_seed(seed, 0)
-    flat, flat_grad = weight.view(-1), grad.view(-1)
+    flat = weight.view(-1)
     correction1, correction2 = 1 - step.beta1**step.number, 1 - step.beta2**step.number
-    for start, stop in slices(weight):
-        g = flat_grad[start:stop].float()
-        noise = None
-        m = mean.read(start, stop).lerp_(g, 1 - step.beta1)
+    for start, stop, g in slices(grad, first):
         v = square.read(start, stop)
         if square.code is not None:
             v.square_()
         v.mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
-        root = v.sqrt()
-        if square.code is not None:
+        noise = None
+        if square.code is None:
+            root = v.sqrt()
+        else:
+            root = v.sqrt_()
             noise = noise_bits(start, stop, noise_seed, weight.device)
             square.write(start, stop, root, noise)
+        m = mean.read(start, stop).lerp_(g, 1 - step.beta1)
         w = _read(flat[start:stop])
         w.mul_(1 - step.lr * step.weight_decay)
         w.addcdiv_(m, root.div_(correction2**0.5).add_(step.eps), value=-step.lr / correction1)
+        del g, v, root  # before the writes take scratch
         # the same noise as the root's: both go up or both down, and their quotient errs less
         mean.write(start, stop, m, noise if bits == 4 else None)
         _write(flat[start:stop], w, weight_seed, start)
 
 
-def lion(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int) -> None:
+def lion(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int, first: int) -> None:
     """Lion, arXiv 2302.06675, alg. 2."""
     mean = Moment(state, "exp_avg", weight, STATE_CODES[bits][0] if bits in STATE_CODES else None)
-    flat, flat_grad = weight.view(-1), grad.view(-1)
-    for start, stop in slices(weight):
-        g = flat_grad[start:stop].float()
+    flat = weight.view(-1)
+    for start, stop, g in slices(grad, first):
         m = mean.read(start, stop)
         w = _read(flat[start:stop])
         w.mul_(1 - step.lr * step.weight_decay)
@@ -304,7 +178,7 @@ def lion(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: 
 FACTORED_EPS = (2.0**-23, 1e-3)
 
 
-def adafactor(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int) -> None:
+def adafactor(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int, first: int) -> None:
     """Adafactor without first moment, arXiv 1804.04235, alg. 4 and 5, as `torch.optim.Adafactor` has it: the step is
     min(lr, 1/sqrt(updates)) times the size of the parameter, and updates longer than 1 (root mean square) are shortened.
 

@@ -32,7 +32,11 @@ def computation_problems(config: RunConfig, num_processes: int) -> tuple[LlamaCo
     problems = (batch_problems(config, num_processes) + precision_problems(config)
                 + in_backward_problems(config, num_processes))
     try:
-        return model_config(config), problems
+        shape = model_config(config)
+        if config.head_in_blocks and shape.tie_word_embeddings:
+            problems.append("head_in_blocks=true with tie_word_embeddings=true: the embedding adds to the same gradient later; "
+                            "set one of them to false")
+        return shape, problems
     except BadInput as error:
         return None, problems + str(error).splitlines()
 
@@ -65,6 +69,9 @@ def in_backward_problems(config: RunConfig, num_processes: int) -> list[str]:
     elif config.micro_batch_size not in ("auto", share):
         found.append(f"optimizer_in_backward=true needs one micro-batch per update, got "
                      f"{share // int(config.micro_batch_size)}; set micro_batch_size={share}, {remedy}")
+    if num_processes > 1 and sharded and config.head_in_blocks:
+        found.append(f"head_in_blocks=true on {num_processes} processes: each holds a part of the rows only; set "
+                     "head_in_blocks=false")
     if launch_precision(config) == "fp16":
         found.append("optimizer_in_backward=true with mixed_precision=fp16: the scaler looks at all gradients first; "
                      f"set mixed_precision=bf16, {remedy}")

@@ -28,7 +28,7 @@ from memtrain.data.prepare import Data
 from memtrain.model.huggingface import load_weights
 from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig, is_weights_source
-from memtrain.optim.factory import make_optimizer, update_in_backward
+from memtrain.optim.factory import make_optimizer, rows_updater, update_in_backward
 from memtrain.optim.schedule import learning_rate_factor
 from memtrain.options import RunConfig
 
@@ -107,6 +107,7 @@ def build_model(config: RunConfig, shape: LlamaConfig) -> LlamaForCausalLM:
         load_weights(model, config.model)
     model.set_gradient_checkpointing(config.gradient_checkpointing, config.checkpointed_layers, config.compile)
     model.model.offload_activations = config.offload_activations
+    model.model.recomputed_rows = None if config.recomputed_rows == "all" else int(config.recomputed_rows)
     model.loss_chunk_tokens = None if config.loss_chunk_tokens == "auto" else int(config.loss_chunk_tokens)
     return model
 
@@ -121,6 +122,9 @@ def build(config: RunConfig, shape: LlamaConfig, accelerator: Accelerator, total
     model, prepared_optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     if config.optimizer_in_backward:
         update_in_backward(optimizer)
+    if config.head_in_blocks:
+        causal = accelerator.unwrap_model(model, keep_torch_compile=False)
+        causal.update_head_rows = rows_updater(optimizer, causal.head_weight)
     return TrainState(accelerator, model, prepared_optimizer, scheduler, config.max_grad_norm, config.optimizer_in_backward)
 
 

@@ -8,6 +8,7 @@ from real_runs import tiny_config
 BF16 = {"mixed_precision": "bf16"}
 PURE = {"param_dtype": "bfloat16"}
 IN_BACKWARD = {"optimizer_in_backward": "true", "max_grad_norm": "none"}
+IN_BLOCKS = {**IN_BACKWARD, "head_in_blocks": "true", "tie_word_embeddings": "false"}
 TRAINING = ("init", "forward", "backward", "optimizer")
 
 # precision x checkpointing x optimizer x accumulation x padding x loss chunk x offload
@@ -38,6 +39,9 @@ GRID = [
     {**PURE, **IN_BACKWARD, "optimizer": "adamw_8bit", "packing": "padded", "tie_word_embeddings": "false"},
     {**PURE, "optimizer": "lion_8bit", "gradient_checkpointing": "selective", "micro_batch_size": 1, "loss_chunk_tokens": 16},
     {"offload_activations": "true", "optimizer": "adamw_8bit", "micro_batch_size": 2},
+    {**PURE, **IN_BLOCKS, "optimizer": "adamw_8bit", "gradient_checkpointing": "full", "recomputed_rows": 1},
+    {**BF16, **IN_BLOCKS, "gradient_checkpointing": "selective", "recomputed_rows": 2},
+    {"gradient_checkpointing": "full", "recomputed_rows": 3, "document_mask": "true"},
 ]
 
 

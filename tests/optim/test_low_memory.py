@@ -10,15 +10,8 @@ import torch
 
 from memtrain.command import BadInput
 from memtrain.optim import low_memory
-from memtrain.optim.low_memory import (
-    NOISE_BITS,
-    STATE_CODES,
-    Code,
-    LowMemoryOptimizer,
-    mix_seed,
-    noise_bits,
-    stochastic_round_,
-)
+from memtrain.optim.low_bit import NOISE_BITS, STATE_CODES, Code, mix_seed, noise_bits, stochastic_round_
+from memtrain.optim.low_memory import LowMemoryOptimizer
 
 CODES = [code for pair in STATE_CODES.values() for code in pair]
 KINDS = [("adamw", 32), ("adamw", 8), ("adamw", 4), ("lion", 32), ("lion", 8), ("lion", 4), ("adafactor", 32)]
