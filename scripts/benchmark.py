@@ -1,10 +1,12 @@
 """Memory, speed, FLOPs and loss beside a plain transformers loop, measured in one run on this machine.
 
-usage: python scripts/benchmark.py [step | ladder | head] [--shape tiny|small|58m] [--repeats N] [--json FILE] [--plot FILE.png]
+usage: python scripts/benchmark.py [step | ladder | head | optimizer] [--shape tiny|small|58m] [--repeats N] [--json FILE]
+                                   [--plot FILE.png]
 
   step     our training step and transformers' at equal settings, interleaved: ratios of time and of peak tensor bytes
   ladder   each saver added in turn to the same model (the table of the README); every recipe in a process of its own
   head     the loss head alone: ours, the plain path, and torch's linear_cross_entropy
+  optimizer  ours beside those of torch, torchao and bitsandbytes (if installed): state, speed, exact resume
 
   --shape    tiny (5.4M), small (179M), 58m (58.1M); default: tiny for step, 58m for ladder and head
   --repeats  rounds of timing, of which the median is shown (default 5)
@@ -20,10 +22,10 @@ from memtrain.command import BadInput, at_least, check_writable, one_of, run_scr
 
 def main(arguments: list[str]) -> int:
     words = arguments if arguments and not arguments[0].startswith("--") else ["step", *arguments]
-    (kind,), options = script_arguments(words, __doc__ or "", ["step, ladder or head"], shape=one_of("tiny", "small", "58m"),
-                                        repeats=at_least(int, 1), json=Path, plot=Path)
-    if kind not in ("step", "ladder", "head"):
-        raise BadInput(f"{kind}: want step, ladder or head; see --help")
+    (kind,), options = script_arguments(words, __doc__ or "", ["step, ladder, head or optimizer"],
+                                        shape=one_of("tiny", "small", "58m"), repeats=at_least(int, 1), json=Path, plot=Path)
+    if kind not in ("step", "ladder", "head", "optimizer"):
+        raise BadInput(f"{kind}: want step, ladder, head or optimizer; see --help")
     for name in ("json", "plot"):
         if name in options:
             check_writable(options[name])
@@ -31,7 +33,14 @@ def main(arguments: list[str]) -> int:
         raise BadInput("--plot: only the ladder is drawn; leave it out")
 
     from memtrain.memory import benchmark
+    from memtrain.memory.optimizer_benchmark import format_optimizers, run_optimizers
 
+    if kind == "optimizer":
+        rows = run_optimizers(options.get("repeats", 5))
+        print(format_optimizers(rows))
+        if "json" in options:
+            write_json(options["json"], {"rows": rows})
+        return 0
     shape = options.get("shape", "tiny" if kind == "step" else "58m")
     run = {"step": benchmark.run_pairs, "ladder": benchmark.run_ladder, "head": benchmark.run_head}[kind]
     rows = run(shape, options.get("repeats", 5))
