@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from steps import batch, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,24 +23,6 @@ CHANGES = {"plain": {}, "dropout": {"attention_dropout": 0.1}, "biases": {"atten
            "no groups": {"num_key_value_heads": 4}}
 INPUTS = {"causal": {}, "documents": {"document_lengths": [30, 34, 64]},
           "mask": {"attention_mask": torch.arange(128).view(2, 64) > 20}}
-
-
-def batch(n=2, s=64, vocab=97, seed=0):
-    input_ids = torch.randint(0, vocab, (n, s), generator=torch.Generator().manual_seed(seed))
-    return input_ids, torch.cat((input_ids[:, 1:], input_ids.new_full((n, 1), -100)), dim=1)
-
-
-def context(precision):
-    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if precision == "autocast" else nullcontext()
-
-
-def step(model, precision="float32", **kwargs):
-    torch.manual_seed(1)
-    model.zero_grad()
-    with context(precision):
-        loss = model(*batch(), **kwargs)
-    loss.backward()
-    return loss.detach(), {name: weight.grad for name, weight in model.named_parameters()}
 
 
 def assert_same(plain, other, *args, **kwargs):
