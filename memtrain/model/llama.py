@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memtrain.model.embedding import Embedding
 from memtrain.model.gradient_checkpointing import POLICIES
 from memtrain.model.layers import Linear, RMSNorm, compute_dtype
 from memtrain.model.loss import UpdateRows, linear_cross_entropy
@@ -163,7 +164,7 @@ class LlamaModel(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.offload_activations = False

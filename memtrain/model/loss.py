@@ -120,13 +120,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden_TD, grad_weight_VD, None, None, None, None
 
 
+def update_rows_at_a_time(weight_VD: Tensor) -> int:
+    """Rows whose gradient is formed and handed to an optimizer at a time."""
+    return max(1, UPDATE_BYTES // (4 * weight_VD.shape[1] * UPDATE_ROWS_MULTIPLE)) * UPDATE_ROWS_MULTIPLE
+
+
 def _weight_gradient_blocks(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, log_sum_T: Tensor,
                             scale_T: Tensor) -> Iterator[tuple[int, Tensor]]:
     """(first row, float32 gradient of the rows of a block). A block's rows may change once its gradient is out."""
-    vocab_size, width = weight_VD.shape
-    rows = max(1, UPDATE_BYTES // (4 * width * UPDATE_ROWS_MULTIPLE)) * UPDATE_ROWS_MULTIPLE
+    rows = update_rows_at_a_time(weight_VD)
     tokens = max(1, UPDATE_BYTES // (4 * rows))
-    for first in range(0, vocab_size, rows):
+    for first in range(0, weight_VD.shape[0], rows):
         weight_bD = weight_VD[first:first + rows].to(hidden_TD.dtype)
         grad_bD = torch.zeros(weight_bD.shape, dtype=torch.float32, device=weight_VD.device)
         for start in range(0, hidden_TD.shape[0], tokens):

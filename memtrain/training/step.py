@@ -125,6 +125,7 @@ def build(config: RunConfig, shape: LlamaConfig, accelerator: Accelerator, total
     if config.head_in_blocks:
         causal = accelerator.unwrap_model(model, keep_torch_compile=False)
         causal.update_head_rows = rows_updater(optimizer, causal.head_weight)
+        causal.model.embed_tokens.update_rows = rows_updater(optimizer, causal.model.embed_tokens.weight)
     return TrainState(accelerator, model, prepared_optimizer, scheduler, config.max_grad_norm, config.optimizer_in_backward)
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from memtrain.command import BadInput
 from memtrain.model import loss as loss_module
+from memtrain.model.embedding import Embedding
 from memtrain.model.loss import IGNORE, linear_cross_entropy
 from memtrain.optim.factory import OPTIMIZERS, make_optimizer, rows_updater, update_in_backward
 from memtrain.options import RunConfig
@@ -84,6 +85,26 @@ def test_without_gradients_nothing_is_updated():
         linear_cross_entropy(hidden, weight, targets, 7, lambda *_: pytest.fail("updated"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embedding(small_blocks, dtype):
+    """The rows, put together, are the gradient of nn.Embedding bit for bit, tokens that come often and never included."""
+    ids = torch.randint(0, V // 2, (3, 50), generator=torch.Generator().manual_seed(0))
+    ids[0, :20] = 7
+    module = Embedding(V, D).to(dtype)
+    upstream = torch.randn(3, 50, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+    module(ids).backward(upstream)
+    wanted, module.weight.grad = module.weight.grad, None
+    blocks = []
+    module.update_rows = lambda first, grad: blocks.append((first, grad.clone()))
+    out = module(ids)
+    assert torch.equal(out, F.embedding(ids, module.weight))
+    out.backward(upstream)
+    assert module.weight.grad is None and [first for first, _ in blocks] == [0, 256, 512, 768]
+    assert torch.equal(torch.cat([grad for _, grad in blocks]), wanted)
+    with torch.no_grad():
+        assert torch.equal(module(ids), out)
+
+
 @pytest.mark.parametrize("optimizer", BY_ROWS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_one_after_the_other_are_the_whole_update(optimizer, dtype):
@@ -129,6 +150,7 @@ def test_training_goes_the_same_way(make_model, optimizer):
         update_in_backward(made)
         if by_rows:
             trained.update_head_rows = rows_updater(made, trained.head_weight)
+            trained.model.embed_tokens.update_rows = rows_updater(made, trained.model.embed_tokens.weight)
         for _ in range(3):
             (trained(batch[:, :-1], batch[:, 1:]) / 32).backward()
         assert {int(state["step"]) for state in made.state.values()} == {3}
@@ -149,7 +171,7 @@ def test_the_whole_gradient_never_exists(make_model, peak_bytes, monkeypatch):
         update_in_backward(made)
         if by_rows:
             model.update_head_rows = rows_updater(made, model.head_weight)
-        model.model.embed_tokens.weight.requires_grad_(False)
+            model.model.embed_tokens.update_rows = rows_updater(made, model.model.embed_tokens.weight)
         model.loss_chunk_tokens = 1
         batch = torch.zeros(1, 2, dtype=torch.int64)
         model(batch, batch).backward()  # the state exists
