@@ -154,6 +154,14 @@ def write_json(path: Path, content: Any) -> None:
     """Strict JSON (ValueError on nan or infinity), whole or not at all. Raises BadInput where it cannot be written."""
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     check_writable(path)
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise BadInput(f"--json {path}: cannot be written ({error.strerror}); give another file") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that holds all of `text`, flushed, or is as it was before. Raises OSError."""
     target = Path(os.path.realpath(path))  # a link stays a link
     temporary = target.with_name(f".{os.getpid()}.tmp")
     try:
@@ -162,8 +170,6 @@ def write_json(path: Path, content: Any) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except OSError as error:
-        raise BadInput(f"--json {path}: cannot be written ({error.strerror}); give another file") from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

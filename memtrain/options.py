@@ -82,6 +82,7 @@ class RunConfig:
     # memory
     memory_budget: str | None = option(None, "most memory on the run's device: 12GB (10^9 bytes each) or 12GiB (2^30); a plan "
                                        "then chooses the options that change no result", may_change=True)
+    enforce_budget: bool = option(False, "make memory_budget a hard limit, to rehearse a smaller card", may_change=True)
     allow: list[str] = option([], "what a plan may change although it changes the result: rounding (bfloat16 weights), "
                               "optimizer (one with less state)", choices=("rounding", "optimizer"), may_change=True)
     gradient_checkpointing: str = option("none", "activations computed again in the backward: the cheap ones (selective), "

@@ -47,6 +47,9 @@ def config_problems(config: RunConfig) -> list[str]:
             parse_bytes(config.memory_budget)
         except BadInput as error:
             found.append(f"memory_budget={error}; change --memory_budget")
+    elif config.enforce_budget:
+        found.append("enforce_budget=true without memory_budget: there is no limit to enforce; set memory_budget, or leave "
+                     "enforce_budget out")
     if config.learning_rate == 0:
         found.append("learning_rate=0: nothing would be learned; set it above 0")
     return found

@@ -12,9 +12,11 @@ import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from memtrain.command import BadInput, run_script
 from memtrain.config import help_text, load_config, save_config
+from memtrain.options import RunConfig
 
 
 def main(arguments: list[str]) -> int:
@@ -23,15 +25,30 @@ def main(arguments: list[str]) -> int:
         return 0
     config = load_config(arguments)
 
-    # imported here, so that --help and a mistyped option answer at once
+    # imported here and below, so that --help and a mistyped option answer at once
+    from memtrain.training.out_of_memory import recipe, with_restarts
+
+    if config.memory_budget is not None:
+        from memtrain.memory.planner import fit_run
+
+        config = fit_run(config, int(os.environ.get("WORLD_SIZE", "1")), print)
+    asked = recipe(config)
+    return with_restarts(lambda: pretrain(config, asked, arguments), print)
+
+
+def pretrain(config: RunConfig, asked: dict[str, Any], arguments: list[str]) -> int:
+    """The run that `config` is, from its newest checkpoint or the seed. asked: the recipe before memory ran out, if it did."""
     from tqdm import tqdm
 
     from memtrain.data.prepare import prepare
+    from memtrain.memory.cap import enforced_budget
+    from memtrain.memory.watch import MemoryWatch
     from memtrain.model.presets import weights_tokenizer
     from memtrain.training import checkpoint as checkpoints
     from memtrain.training.check import check_run
-    from memtrain.training.finish import evaluate_data, finish
+    from memtrain.training.finish import finish
     from memtrain.training.metrics import TrainLog
+    from memtrain.training.out_of_memory import Retry, end_together
     from memtrain.training.recovery import StopSignal
     from memtrain.training.step import (
         build,
@@ -39,17 +56,11 @@ def main(arguments: list[str]) -> int:
         on_main_first,
         samples_in_run,
         total_steps,
-        train_step,
         training_updates,
     )
 
     # what can be wrong is found before anything is touched
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if config.memory_budget is not None:
-        from memtrain.memory.planner import fit_run
-
-        config = fit_run(config, num_processes, print)
-    shape = check_run(config, num_processes)
+    shape = check_run(config, int(os.environ.get("WORLD_SIZE", "1")))
     accelerator = make_accelerator(config)
     config.mixed_precision = accelerator.mixed_precision
     say = accelerator.print
@@ -61,6 +72,8 @@ def main(arguments: list[str]) -> int:
         run = checkpoints.new_run_state(config, shape, data, accelerator.num_processes)
     elif problems := checkpoints.resume_problems(run, config, shape, data.fingerprint):
         raise BadInput("\n".join(problems))
+    elif fitted := checkpoints.keep_fitted(config, asked, run, accelerator.num_processes):
+        say(f"{checkpoint}: as memory ran out before it, going on with {fitted}")
     progress = run.progress
     samples = samples_in_run(config, data.row_count)
     ended = progress.step >= steps or (samples is not None and progress.position >= samples)
@@ -68,7 +81,6 @@ def main(arguments: list[str]) -> int:
         say(f"{output}: nothing left to do, all {progress.step} updates are made; the model is in {output / 'export'}")
         return 0
 
-    state = build(config, shape, accelerator, steps)
     log = TrainLog(output / "metrics.jsonl", accelerator)
     if accelerator.is_main_process:
         with checkpoints.stop_when_refused(output, output / "checkpoints"):
@@ -80,58 +92,75 @@ def main(arguments: list[str]) -> int:
     say(f"{config.model}: {shape.parameter_count / 1e6:.1f}M parameters; {data.report.documents:,} documents; {steps} updates "
         f"of {config.global_batch_size} x {config.seq_len} tokens on {accelerator.num_processes} x {accelerator.device.type}, "
         f"mixed_precision={accelerator.mixed_precision}")
-    if checkpoint is not None:
-        checkpoints.load_checkpoint(state, checkpoint, run, say)
-        say(f"going on from {checkpoint}: update {progress.step} of {steps}")
-    run = checkpoints.new_run_state(config, shape, data, accelerator.num_processes, progress)
-    saved_step = progress.step if checkpoint is not None else None
+    with (end_together(accelerator, output), MemoryWatch(config, shape, accelerator, output, say) as memory,
+          enforced_budget(config)):
+        state = memory.build(lambda: build(config, shape, accelerator, steps))
+        if checkpoint is not None:
+            with memory.phase("load", state):
+                checkpoints.load_checkpoint(state, checkpoint, run, say)
+            say(f"going on from {checkpoint}: update {progress.step} of {steps}")
+        run = checkpoints.new_run_state(config, shape, data, accelerator.num_processes, progress)
+        run.asked = asked
+        saved_step = progress.step if checkpoint is not None else None
 
-    def due(every: int | None) -> bool:
-        return every is not None and progress.step % every == 0
+        def due(every: int | None) -> bool:
+            return every is not None and progress.step % every == 0
 
-    def evaluate() -> None:
-        log.flush(progress)
-        log.write_evaluation(progress.step, evaluate_data(state.model, accelerator, data, config))
+        def evaluate() -> None:
+            log.flush(progress)
+            log.write_evaluation(progress.step, retry.evaluate(lambda config: memory.evaluate(state, data, config)))
 
-    def save() -> int:
-        log.flush(progress)  # raises on a non-finite number, so that no bad weights are saved
-        checkpoints.save_checkpoint(state, run, data.tokenizer, output / "checkpoints", config.keep_last)
-        return progress.step
+        def save() -> int:
+            log.flush(progress)  # raises on a non-finite number, so that no bad weights are saved
+            with memory.phase("save", state):
+                checkpoints.save_checkpoint(state, run, data.tokenizer, output / "checkpoints", config.keep_last)
+            config.resume = "auto"  # from now on
+            return progress.step
 
-    updates = training_updates(config, data, progress.position, accelerator)
-    bar = tqdm(total=steps, initial=progress.step, unit="update", disable=not accelerator.is_main_process)
-    log.start_clock()
-    with StopSignal(accelerator) as stop, bar:
-        for update in updates if not ended else ():
-            learning_rate = state.learning_rate
-            result = train_step(state, update)
-            progress.position = update.end_position
-            if not result.applied:  # an overflow under the scaler: samples were taken, no update was made
-                log.check_scale()
-                continue
-            progress.step += 1
-            progress.tokens += result.target_count
-            log.add(progress, result, learning_rate)
-            bar.update()
-            if progress.step == steps:
-                break
-            if due(config.log_every):
-                bar.set_postfix_str(log.flush(progress))
-            if due(config.eval_every):
+        def recipe_changed(line: str) -> None:
+            say(f"\n{line}")
+            run.config = asdict(config)
+            with checkpoints.stop_when_refused(output / "config.yaml", output / "checkpoints"):
+                save_config(config, output / "config.yaml")
+            memory.recipe_changed()
+
+        retry = Retry(state, config, shape, progress,
+                      lambda: training_updates(config, data, progress.position, accelerator), recipe_changed)
+        bar = tqdm(total=steps, initial=progress.step, unit="update", disable=not accelerator.is_main_process)
+        log.start_clock()
+        with StopSignal(accelerator) as stop, bar:
+            for update in retry.updates() if not ended else ():
+                learning_rate = state.learning_rate
+                result = retry.step(memory.train_step, update)
+                if result is None:  # out of memory: the same samples come again, in a smaller recipe
+                    continue
+                progress.position = update.end_position
+                if not result.applied:  # an overflow under the scaler: samples were taken, no update was made
+                    log.check_scale()
+                    continue
+                progress.step += 1
+                progress.tokens += result.target_count
+                log.add(progress, result, learning_rate)
+                bar.update()
+                if progress.step == steps:
+                    break
+                if due(config.log_every):
+                    bar.set_postfix_str(log.flush(progress))
+                if due(config.eval_every):
+                    evaluate()
+                if due(config.save_every):
+                    saved_step = save()
+                if stop.requested(agree=due(config.log_every)):
+                    if saved_step != progress.step:
+                        save()
+                    say(f"\nstopped at update {progress.step} of {steps} and saved; to go on:\n"
+                        f"  accelerate launch scripts/pretrain.py {shlex.join(arguments)}")
+                    return stop.exit_code
+            bar.set_postfix_str(log.flush(progress))
+            if saved_step != progress.step:
                 evaluate()
-            if due(config.save_every):
-                saved_step = save()
-            if stop.requested(agree=due(config.log_every)):
-                if saved_step != progress.step:
-                    save()
-                say(f"\nstopped at update {progress.step} of {steps} and saved; to go on:\n"
-                    f"  accelerate launch scripts/pretrain.py {shlex.join(arguments)}")
-                return stop.exit_code
-        bar.set_postfix_str(log.flush(progress))
-        if saved_step != progress.step:
-            evaluate()
-            save()
-    finish(state, shape, data, output / "export", say)
+                save()
+        finish(state, shape, data, output / "export", say)
     if accelerator.trackers:
         accelerator.end_training()
     return 0

@@ -58,8 +58,11 @@ def load_script(name: str) -> Any:
     return module
 
 
-def run_main(name: str, arguments: Sequence[object]) -> Outcome:
-    """`python scripts/name.py arguments`, in this process. An exception that the script lets through, comes through."""
+def run_main(name: str, arguments: Sequence[object], watched: bool = False) -> Outcome:
+    """`python scripts/name.py arguments`, in this process. An exception that the script lets through, comes through.
+
+    watched: with the prediction of a run's memory and its picture, which cost a child process and seconds.
+    """
     from memtrain.command import run_script
 
     words = [str(word) for word in arguments]
@@ -68,7 +71,8 @@ def run_main(name: str, arguments: Sequence[object]) -> Outcome:
     reset_accelerate()
     try:
         with (mock.patch.object(sys, "argv", [f"{name}.py", *words]), mock.patch.dict(os.environ),
-              contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
+              contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
+              contextlib.nullcontext() if watched else unwatched()):
             os.environ.setdefault("ACCELERATE_USE_CPU", "true")
             try:
                 run_script(script.main)
@@ -78,6 +82,12 @@ def run_main(name: str, arguments: Sequence[object]) -> Outcome:
     finally:
         reset_accelerate()
     return Outcome(int(code or 0), out.getvalue(), err.getvalue())
+
+
+def unwatched() -> contextlib.AbstractContextManager[Any]:
+    from memtrain.memory import watch
+
+    return mock.patch.multiple(watch.MemoryWatch, _predict=lambda self: None, _draw=lambda self: None)
 
 
 @dataclass
@@ -103,8 +113,8 @@ class Job:
         words = [f"--{name}={value}" for name, value in options.items() if value is not None]
         return [str(self.recipe), *words]
 
-    def run(self, output: Path, **changes: Any) -> Outcome:
-        return run_main("pretrain", self.arguments(output, **changes))
+    def run(self, output: Path, watched: bool = False, **changes: Any) -> Outcome:
+        return run_main("pretrain", self.arguments(output, **changes), watched)
 
     def trained(self, output: Path, **changes: Any) -> Path:
         """`output` after a run that must end well."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from memtrain.memory.device import GPU_STATUS
 from memtrain.memory.estimate import Prediction
-from memtrain.memory.ledger import PARTS
+from memtrain.memory.ledger import PARTS, PHASES
 from memtrain.memory.planner import Plan
 from memtrain.options import RunConfig
 
@@ -90,17 +90,18 @@ def yaml_text(config: RunConfig) -> str:
 
 
 def plot(predictions: Mapping[str, Prediction], path: Path, budget_bytes: int | None = None) -> None:
-    """Stacked bars by phase, one group for each prediction (or measurement), as an image. Raises BadInput."""
+    """Stacked bars, phase after phase, in each a bar for each prediction (or measurement) that has it, as an image. Raises
+    BadInput."""
     from memtrain.command import BadInput
 
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise BadInput(f"--plot {path}: matplotlib is not installed; run pip install matplotlib, or leave --plot out") from None
+        raise BadInput(f"{path}: not drawn, matplotlib is not installed; run pip install matplotlib") from None
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
     bars = [(f"{phase}\n{name}" if len(predictions) > 1 else phase, prediction.phase_parts[phase])
-            for name, prediction in predictions.items() for phase in prediction.phases]
+            for phase in PHASES for name, prediction in predictions.items() if phase in prediction.phases]
     bottom = [0.0] * len(bars)
     for part in PARTS:
         heights = [parts[part] / 1e9 for _, parts in bars]

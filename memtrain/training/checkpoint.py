@@ -26,6 +26,7 @@ from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig
 from memtrain.optim.low_memory import local_tensor
 from memtrain.options import RunConfig
+from memtrain.training.out_of_memory import RECIPE, is_out_of_memory, words
 from memtrain.training.progress import Progress
 from memtrain.training.step import TrainState
 
@@ -47,6 +48,7 @@ class RunState:
     data: str
     files: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    asked: dict[str, Any] = field(default_factory=dict)  # of `config`, before memory ran out and it was made smaller
 
     @property
     def shape(self) -> LlamaConfig:
@@ -172,6 +174,8 @@ def stop_when_refused(path: Path, folder: Path) -> Iterator[None]:
     try:
         yield
     except WRITE_ERRORS as error:
+        if is_out_of_memory(error):  # no disk refused
+            raise
         raise TrainingStopped(f"{path}: could not be written ({' '.join(str(error).split())[:200]}); {last_good(folder)}; "
                               "free some space and run the same command") from error
 
@@ -208,6 +212,18 @@ def resume_problems(run: RunState, config: RunConfig, shape: LlamaConfig, data: 
         found.append("the text, tokenizer or rows are not those the checkpoint was trained on; restore them, or choose "
                      "another output_dir")
     return found
+
+
+def keep_fitted(config: RunConfig, asked: dict[str, Any], run: RunState, num_processes: int) -> str:
+    """Let a resumed run go on with the recipe that its checkpoint was fitted to, where it asks for the same as then.
+
+    asked: `recipe` as this run asks for it; `config` may already have been made smaller since. Returns what changed, in words.
+    """
+    changes = {name: run.config[name] for name in RECIPE if num_processes == run.world_size and name in run.asked
+               and run.asked[name] == asked[name] == getattr(config, name) != run.config[name]}
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return words(changes)
 
 
 def load_checkpoint(state: TrainState, checkpoint: Path, run: RunState, say: Callable[[str], Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +27,14 @@ from memtrain.training.step import TrainState, evaluate, micro_batch_size, on_ma
 SAMPLE_TOKENS = 100
 
 
-def evaluate_data(model: Any, accelerator: Accelerator, data: Data, config: RunConfig) -> dict[str, float] | None:
-    """Metrics on the held-out documents, or None if none are held out."""
+def evaluate_data(model: Any, accelerator: Accelerator, data: Data, config: RunConfig,
+                  most_batches: int | None = None) -> dict[str, float] | None:
+    """Metrics on the held-out documents (None if none are held out), or on their first `most_batches` micro-batches."""
     if data.evaluation is None:
         return None
     batches = data.evaluation_batches(micro_batch_size(config, accelerator.num_processes), accelerator.process_index,
                                       accelerator.num_processes)
+    batches = itertools.islice(batches, most_batches)
     return evaluation_metrics(*evaluate(model, accelerator, batches), data.eval_bytes)
 
 

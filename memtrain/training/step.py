@@ -105,11 +105,16 @@ def build_model(config: RunConfig, shape: LlamaConfig) -> LlamaForCausalLM:
         torch.set_default_dtype(default)
     if is_weights_source(config.model):
         load_weights(model, config.model)
+    set_recipe(model, config)
+    return model
+
+
+def set_recipe(model: LlamaForCausalLM, config: RunConfig) -> None:
+    """How the model computes its gradients, which may change between updates."""
     model.set_gradient_checkpointing(config.gradient_checkpointing, config.checkpointed_layers, config.compile)
     model.model.offload_activations = config.offload_activations
     model.model.recomputed_rows = None if config.recomputed_rows == "all" else int(config.recomputed_rows)
     model.loss_chunk_tokens = None if config.loss_chunk_tokens == "auto" else int(config.loss_chunk_tokens)
-    return model
 
 
 def build(config: RunConfig, shape: LlamaConfig, accelerator: Accelerator, total_steps: int) -> TrainState:

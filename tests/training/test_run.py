@@ -23,7 +23,8 @@ def finished(job, tmp_path_factory):
 
 
 def test_what_a_run_leaves(job, finished):
-    assert sorted(path.name for path in finished.iterdir()) == ["checkpoints", "config.yaml", "export", "metrics.jsonl"]
+    assert sorted(path.name for path in finished.iterdir()) == [
+        "checkpoints", "config.yaml", "export", "memory.json", "metrics.jsonl"]
     saved = sorted(path.name for path in (finished / "checkpoints").iterdir())
     assert saved == [f"step-{n:08d}" for n in (5, 10, 15, 20)]
     training = [row for row in rows(finished) if "loss" in row]
