@@ -125,7 +125,7 @@ def pretrain(config: RunConfig, asked: dict[str, Any], arguments: list[str]) -> 
             memory.recipe_changed()
 
         retry = Retry(state, config, shape, progress,
-                      lambda: training_updates(config, data, progress.position, accelerator), recipe_changed)
+                      lambda: training_updates(config, data, progress.position, accelerator), recipe_changed, say)
         bar = tqdm(total=steps, initial=progress.step, unit="update", disable=not accelerator.is_main_process)
         log.start_clock()
         with StopSignal(accelerator) as stop, bar:
@@ -153,6 +153,7 @@ def pretrain(config: RunConfig, asked: dict[str, Any], arguments: list[str]) -> 
                 if stop.requested(agree=due(config.log_every)):
                     if saved_step != progress.step:
                         save()
+                    memory.patient = False
                     say(f"\nstopped at update {progress.step} of {steps} and saved; to go on:\n"
                         f"  accelerate launch scripts/pretrain.py {shlex.join(arguments)}")
                     return stop.exit_code

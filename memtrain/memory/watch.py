@@ -56,6 +56,7 @@ class MemoryWatch:
         self.measurable = not self.notes
         self.follows = accelerator.is_main_process and self.measurable
         self.evaluated = False
+        self.patient = True  # at the end, wait for a prediction that is not there yet
 
     def __enter__(self) -> MemoryWatch:
         self._predict()
@@ -63,12 +64,10 @@ class MemoryWatch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
-            self._take_prediction(wait=True)
+            self._take_prediction(wait=self.patient)
             self._tell("at the end")
             self._draw()
-        elif self.child is not None:
-            self.child.kill()
-            self.child.communicate()
+        self._end_child()
         if error is not None and is_out_of_memory(error):
             raise TrainingStopped(self._what_ran_out(error)) from None
 
@@ -78,13 +77,17 @@ class MemoryWatch:
         """Start a prediction of the run as it is now."""
         if not self.accelerator.is_main_process:
             return
-        if self.child is not None:
-            self.child.kill()
-            self.child.communicate()
+        self._end_child()
         self.predicted, self.told = None, False
         self.child = child.ask("predict", self.config, self.shape, self.accelerator.num_processes)
         if self.device.type == "cuda":  # the child's context would take from what the run is about to use
             self._take_prediction(wait=True)
+
+    def _end_child(self) -> None:
+        if self.child is not None:
+            self.child.kill()
+            self.child.communicate()
+            self.child = None
 
     def _take_prediction(self, wait: bool = False) -> None:
         if self.child is None or not (wait or self.child.poll() is not None):

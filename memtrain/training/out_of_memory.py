@@ -116,9 +116,9 @@ class Retry:
     """
 
     def __init__(self, state: TrainState, config: RunConfig, shape: LlamaConfig, progress: Progress,
-                 make_updates: Callable[[], Iterable[Update]], changed: Callable[[str], Any]) -> None:
+                 make_updates: Callable[[], Iterable[Update]], changed: Callable[[str], Any], say: Callable[[str], Any]) -> None:
         self.state, self.config, self.shape, self.progress = state, config, shape, progress
-        self.make_updates, self.changed = make_updates, changed
+        self.make_updates, self.changed, self.say = make_updates, changed, say
         self.again = self.began = False
         self.evaluation_rows: int | None = None
         optimizer = getattr(state.optimizer, "optimizer", state.optimizer)
@@ -177,7 +177,7 @@ class Retry:
                 detail = detail_of(error)
             free_failed_try()
             rows = self.evaluation_rows = rows // 2
-            self.changed(f"out of memory in an evaluation ({detail}): going on with {rows} rows at a time")
+            self.say(f"\nout of memory in an evaluation ({detail}): going on with {rows} rows at a time")
 
     def _forget(self) -> None:
         """No gradient, graph or buffer of the failed try stays."""

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from jobs import Job, environment, rows, stopped_after
+from jobs import ROOT, Job, environment, rows, stopped_after
 
 from memtrain.memory.ledger import PARTS
 
