@@ -116,7 +116,8 @@ class Retry:
     """
 
     def __init__(self, state: TrainState, config: RunConfig, shape: LlamaConfig, progress: Progress,
-                 make_updates: Callable[[], Iterable[Update]], changed: Callable[[str], Any], say: Callable[[str], Any]) -> None:
+                 make_updates: Callable[[], Iterable[Update]], changed: Callable[[str], Any],
+                 say: Callable[[str], Any]) -> None:
         self.state, self.config, self.shape, self.progress = state, config, shape, progress
         self.make_updates, self.changed, self.say = make_updates, changed, say
         self.again = self.began = False
