@@ -57,22 +57,6 @@ def test_without_a_budget_it_is_refused(job, tmp_path):
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16", "gradient_checkpointing": "full"},
-                                     {"param_dtype": "bfloat16", "optimizer": "adamw_8bit"}, {"num_workers": 2}], ids=str)
-def test_a_run_that_just_fits_is_not_stopped(job, tmp_path, options):
-    """The budget is what the prediction of the chosen recipe says, to the byte."""
-    from memtrain.config import load_config
-    from memtrain.memory.child import answer, ask
-    from memtrain.model.presets import model_config
-
-    config = load_config(job.arguments(None, model="tiny", max_steps=3, seq_len=128, **options))
-    predicted = answer(ask("predict", config, model_config(config), 1))["peak_bytes"]
-    done, found = run_real(job, tmp_path / "run", memory_budget=f"{predicted}B", enforce_budget=True, **options)
-    assert done.returncode == 0 and "out of memory" not in done.stdout, (done.stdout, done.stderr[-2000:])
-    assert found["budget_bytes"] == predicted and found["measured"]["peak_bytes"] <= 1.001 * predicted
-
-
 WITHOUT_A_PLAN = """
 import runpy, sys
 from memtrain.memory import planner
@@ -80,6 +64,23 @@ planner.fit_run = lambda config, num_processes, say: config
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16", "gradient_checkpointing": "full"},
+                                     {"param_dtype": "bfloat16", "optimizer": "adamw_8bit"}, {"num_workers": 2}], ids=str)
+def test_a_run_that_just_fits_is_not_stopped(job, tmp_path, options):
+    """The budget is what the prediction says, to the byte; a plan would choose the same."""
+    from memtrain.config import load_config
+    from memtrain.memory.child import answer, ask
+    from memtrain.model.presets import model_config
+
+    config = load_config(job.arguments(None, model="tiny", max_steps=3, seq_len=128, **options))
+    predicted = answer(ask("predict", config, model_config(config), 1))["peak_bytes"]
+    done, found = run_real(job, tmp_path / "run", "-c", WITHOUT_A_PLAN, memory_budget=f"{predicted}B", enforce_budget=True,
+                           **options)
+    assert done.returncode == 0 and "out of memory" not in done.stdout, (done.stdout, done.stderr[-2000:])
+    assert found["budget_bytes"] == predicted and found["measured"]["peak_bytes"] <= 1.001 * predicted
 
 
 @pytest.mark.slow
