@@ -27,7 +27,7 @@ from memtrain.training.step import StepResult, TrainState, micro_batch_size, set
 
 Result = TypeVar("Result")
 # what may become smaller without another result, beyond the rounding of sums
-RECIPE = ("micro_batch_size", "gradient_checkpointing", "checkpointed_layers", "loss_chunk_tokens")
+RECIPE = ("micro_batch_size", "gradient_checkpointing", "checkpointed_layers", "recomputed_rows", "loss_chunk_tokens")
 NEXT_CHECKPOINTING = {"none": "selective", "selective": "full", "selective_deep": "full"}
 SMALLEST_CHUNK_TOKENS = 16  # fewer save next to nothing and cost a product each
 # functions in which memory ran out -> phase; the outermost counts
@@ -100,6 +100,9 @@ def smaller_recipe(config: RunConfig, shape: LlamaConfig, device_type: str, num_
         # what selective checkpointing keeps is out of reach of an offload
         kind = "full" if config.offload_activations else NEXT_CHECKPOINTING[kind]
         return {"gradient_checkpointing": kind, "checkpointed_layers": "all"}
+    rows = size if config.recomputed_rows == "all" else min(size, int(config.recomputed_rows))
+    if rows > 1:
+        return {"recomputed_rows": rows // 2}
     chunk = config.loss_chunk_tokens
     tokens = automatic_chunk_tokens(shape.vocab_size, device_type) if chunk == "auto" else int(chunk)
     smaller = min(tokens, size * config.seq_len) // 4

@@ -28,7 +28,8 @@ from jobs import (
 )
 
 MIB = 2**20
-TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+# what is freed goes back, and a thread (tqdm has one) reserves no 64 MiB of addresses for its own
+TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -197,16 +198,22 @@ def test_half_an_update_within_the_backward_starts_again(job, tmp_path, monkeypa
         assert_same_run(whole, tmp_path / name, 6)
 
 
-def test_half_an_update_by_the_optimizer_ends_the_run(job, tmp_path, monkeypatch):
+@pytest.mark.parametrize("explained", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_half_an_update_by_the_optimizer_ends_the_run(job, tmp_path, monkeypatch, explained):
     """Its peak has no activations: no smaller recipe would help."""
+    from memtrain.memory import child
+
     with monkeypatch.context() as patch:
+        if not explained:  # the child that finds out takes seconds
+            patch.setattr(child, "ask", lambda *arguments, **more: too_much())
         fail_in_optimizer(patch, 4)
         outcome = job.run(tmp_path / "run", max_steps=6, save_every=2, keep_last=9)
     assert outcome.code == 3 and "Traceback" not in outcome.err
     last = outcome.problems[-1]
     assert last.startswith("out of memory in phase optimizer: update 4 was half made") and "step-00000002" in last
-    assert "the largest part is optimizer" in last, last
-    assert "the smallest change that takes less" in last and " is optimizer=adafactor (" in last, last
+    if explained:
+        assert "the largest part is optimizer" in last, last
+        assert "the smallest change that takes less" in last and " is optimizer=adafactor (" in last, last
     assert not checkpoint(tmp_path / "run", 4).exists() and not (tmp_path / "run" / "export").exists()
     job.trained(tmp_path / "run", max_steps=6, save_every=2, keep_last=9)
     assert_same_run(job.trained(tmp_path / "whole", max_steps=6), tmp_path / "run", 6)
@@ -257,7 +264,7 @@ def test_what_is_out_of_memory():
     ({"global_batch_size": 14, "micro_batch_size": 7}, [2, 1, "selective", "full", 128, 32]),
     ({"global_batch_size": 1, "offload_activations": True}, ["full", 128, 32]),
     ({"global_batch_size": 1, "gradient_checkpointing": "selective_deep", "checkpointed_layers": 1}, ["all", "full", 128, 32]),
-    ({"global_batch_size": 8, "optimizer_in_backward": True, "gradient_checkpointing": "full"}, [1024, 256, 64, 16]),
+    ({"global_batch_size": 8, "optimizer_in_backward": True, "gradient_checkpointing": "full"}, [4, 2, 1, 1024, 256, 64, 16]),
     ({"global_batch_size": 1, "gradient_checkpointing": "full", "loss_chunk_tokens": 70}, [17]),
 ], ids=str)
 def test_the_order_of_smaller_recipes(options, expected, make_shape):
