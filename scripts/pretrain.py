@@ -153,7 +153,7 @@ def pretrain(config: RunConfig, asked: dict[str, Any], arguments: list[str]) -> 
                 if stop.requested(agree=due(config.log_every)):
                     if saved_step != progress.step:
                         save()
-                    memory.patient = False
+                    memory.finish(wait=False)
                     say(f"\nstopped at update {progress.step} of {steps} and saved; to go on:\n"
                         f"  accelerate launch scripts/pretrain.py {shlex.join(arguments)}")
                     return stop.exit_code

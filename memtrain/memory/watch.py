@@ -56,7 +56,7 @@ class MemoryWatch:
         self.measurable = not self.notes
         self.follows = accelerator.is_main_process and self.measurable
         self.evaluated = False
-        self.patient = True  # at the end, wait for a prediction that is not there yet
+        self.finished = False
 
     def __enter__(self) -> MemoryWatch:
         self._predict()
@@ -64,12 +64,18 @@ class MemoryWatch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
-            self._take_prediction(wait=self.patient)
-            self._tell("at the end")
-            self._draw()
+            self.finish()
         self._end_child()
         if error is not None and is_out_of_memory(error):
             raise TrainingStopped(self._what_ran_out(error)) from None
+
+    def finish(self, wait: bool = True) -> None:
+        """Tell and write all there is, once. wait: for a prediction that is not there yet."""
+        if not self.finished:
+            self.finished = True
+            self._take_prediction(wait)
+            self._tell("at the end")
+            self._draw()
 
     # ---- prediction --------------------------------------------------------------------------------------------------
 

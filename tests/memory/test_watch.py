@@ -9,6 +9,7 @@ import sys
 import pytest
 from jobs import ROOT, Job, environment, rows, stopped_after
 
+from memtrain.memory import report
 from memtrain.memory.ledger import PARTS
 
 MIB = 2**20
@@ -45,7 +46,8 @@ def test_prediction_and_measurement_agree(watched):
     assert measured["peak_bytes"] == max(measured["phases"].values()) == sum(measured["parts"].values())
     assert set(measured["parts"]) == set(predicted["parts"]) == set(PARTS)
     assert found["budget_bytes"] is None and found["apart"]["process"] > 50 * MIB and not found["notes"]
-    assert "memory at the end: tensors at the peak predicted 2.178 MB, measured 2.178 MB" in outcome.out
+    words = [report.size(part["peak_bytes"]) for part in (predicted, measured)]
+    assert f"memory at the end: tensors at the peak predicted {words[0]}, measured {words[1]};" in outcome.out
 
 
 def test_the_picture(watched):
