@@ -187,7 +187,8 @@ def _play_save(tracker: Tracker, state: TrainState, shape: LlamaConfig) -> None:
             tracker.scratch(RANDOM_STATE_BYTES)
 
     with (tempfile.TemporaryDirectory() as folder, mock.patch("accelerate.accelerator.save_accelerator_state", note),
-          mock.patch("huggingface_hub.save_torch_state_dict"), mock.patch("os.fsync")):
+          mock.patch("huggingface_hub.save_torch_state_dict"), mock.patch("os.fsync"),
+          mock.patch("memtrain.model.huggingface.config_dict", return_value={})):  # transformers takes a second to import
         path = Path(folder)
         checkpoints.save_checkpoint(state, run, tokenizer, path / "checkpoints", keep_last=1)
         export(accelerator.get_state_dict(state.model), shape, tokenizer, path / "export")

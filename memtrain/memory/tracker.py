@@ -73,8 +73,8 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # a question, not an operation
-            return func(*args)
+        if func is torch.ops.prim.device.default:  # a question, not an operation; half of all calls
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1
         self._operation = func
@@ -91,7 +91,8 @@ class Tracker(TorchDispatchMode):
         """Count the storage of `tensor` (once), and name its part if given."""
         if hasattr(tensor, "to_local"):
             tensor = tensor.to_local()
-        if tensor.device.type != self.device_type:
+        # the device of a fake tensor is a question to the dispatcher, which costs as much as an operation
+        if (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type != self.device_type:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
