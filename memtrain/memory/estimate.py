@@ -130,9 +130,10 @@ class Play:
         return total
 
 
-def play(config: RunConfig, shape: LlamaConfig, num_processes: int = 1, whole: bool = True) -> Play:
+def play(config: RunConfig, shape: LlamaConfig, num_processes: int = 1, whole: bool = True, first_update: bool = True) -> Play:
     """Initialisation, two updates (the second starts with optimizer state), and if `whole` evaluation, checkpoint and export.
-    Of the micro-batches of an update two are played: those after are like the second."""
+    Of the micro-batches of an update two are played: those after are like the second. first_update: False leaves out the
+    first of the updates, which changes no peak, but the holes in a GPU's memory."""
     config = replace(config, compile=False, report_to=None)
     rows = micro_batch_size(config, num_processes)
     wanted = max(1, config.global_batch_size // num_processes // rows)
@@ -153,9 +154,12 @@ def play(config: RunConfig, shape: LlamaConfig, num_processes: int = 1, whole: b
         with torch.device(accelerator.device) if accelerator.device.type != "cpu" else nullcontext():
             state = build(named, shape, accelerator, total_steps=config.max_steps or 1000)
         tracker.attach(state)
-        for micro_batches in (batches[:1], batches):  # the first update has no optimizer state before it: less than the second
-            first_window = len(tracker.windows)
-            train_step(state, Update(micro_batches, rows * config.seq_len, rows, 0))
+        if first_update:
+            train_step(state, Update(batches[:1], rows * config.seq_len, rows, 0))
+        else:
+            _make_optimizer_state(tracker)
+        first_window = len(tracker.windows)
+        train_step(state, Update(batches, rows * config.seq_len, rows, 0))
         last_window = len(tracker.windows)
         if whole:
             with tracker.phase("evaluate"):
@@ -167,6 +171,14 @@ def play(config: RunConfig, shape: LlamaConfig, num_processes: int = 1, whole: b
         states = [value for parameter in layer.parameters() for value in tracker.optimizer.state[parameter].values()]
         layer_bytes = sum(tensor.nbytes for tensor in [*layer.parameters(), *states] if isinstance(tensor, Tensor))
     return Play(tracker.ledger, tracker.device_type, tracker.windows[first_window:last_window], played, wanted, layer_bytes)
+
+
+def _make_optimizer_state(tracker: Tracker) -> None:
+    """The state that a first update leaves, without that update (which has no state before it: its peak is below a second's)."""
+    for parameter in tracker.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        tracker.optimizer.step()
+        parameter.grad = None
 
 
 def _fake_batch(config: RunConfig, rows: int) -> dict[str, Any]:
