@@ -166,6 +166,8 @@ def play(config: RunConfig, shape: LlamaConfig, num_processes: int = 1, whole: b
                 evaluate(state.model, accelerator, batches[:1] * 2)
             with tracker.phase("save"):
                 _play_save(tracker, state, shape)
+            with tracker.phase("load"):
+                _play_load(tracker, state)
         tracker.detach()
         layer = accelerator.unwrap_model(state.model).model.layers[0]
         states = [value for parameter in layer.parameters() for value in tracker.optimizer.state[parameter].values()]
@@ -174,7 +176,7 @@ def play(config: RunConfig, shape: LlamaConfig, num_processes: int = 1, whole: b
 
 
 def _make_optimizer_state(tracker: Tracker) -> None:
-    """The state that a first update leaves, without that update (which has no state before it: its peak is below a second's)."""
+    """The state that a first update leaves, without the update (it has no state before it: its peak is below a second's)."""
     for parameter in tracker.parameters:
         parameter.grad = torch.zeros_like(parameter)
         tracker.optimizer.step()
@@ -204,6 +206,34 @@ def _play_save(tracker: Tracker, state: TrainState, shape: LlamaConfig) -> None:
         path = Path(folder)
         checkpoints.save_checkpoint(state, run, tokenizer, path / "checkpoints", keep_last=1)
         export(accelerator.get_state_dict(state.model), shape, tokenizer, path / "export")
+
+
+def _shapes(values: dict[str, Any], device: str = "meta") -> dict[str, Any]:
+    """These values with other tensors of the same shapes and dtypes, which on "meta" take no bytes."""
+    return {name: torch.empty_like(value, device=device) if isinstance(value, Tensor) else value
+            for name, value in values.items()}
+
+
+def _play_load(tracker: Tracker, state: TrainState) -> None:
+    """A run that goes on: the model is there, and no optimizer state. The weights are read into the model; the state is read
+    into host memory, from where the optimizer takes it."""
+    saved = tracker.optimizer.state_dict()
+    shapes = {number: _shapes(values) for number, values in saved["state"].items()}
+    groups = saved["param_groups"]
+    del saved
+    tracker.optimizer.state.clear()
+
+    def load(*_: Any, **__: Any) -> dict[str, Any]:
+        read = {number: _shapes(values, "cpu") for number, values in shapes.items()}
+        tracker.optimizer.load_state_dict({"param_groups": groups, "state": read})
+        tracker.name_optimizer_state()
+        if tracker.device_type == "cpu":
+            tracker.scratch(RANDOM_STATE_BYTES)
+        return {}
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch("accelerate.accelerator.load_accelerator_state", load):
+        run = checkpoints.RunState(Progress(step=1), 1, {}, {}, "")
+        checkpoints.load_checkpoint(state, Path(folder), run, lambda line: None)
 
 
 # ---- what makes a play short and leaves no trace ---------------------------------------------------------------------
@@ -243,7 +273,7 @@ def _ends_with_work(tracker: Tracker) -> Callable[[int, int, int], Iterator[int]
 def _once_for_each_shape(tracker: Tracker, rule: Callable[..., None]) -> Callable[..., None]:
     """An update rule that is played for the first parameter of a shape; for others its scratch and work are noted, and its
     state is made."""
-    known: dict[Any, tuple[int, Work, dict[str, Tensor]]] = {}
+    known: dict[Any, tuple[int, Work, dict[str, Any]]] = {}
 
     def update(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Any, bits: int, seed: int, first: int) -> None:
         key = (tuple(weight.shape), tuple(grad.shape), weight.dtype, bits, step.number == 1 and first == 0)
@@ -253,14 +283,14 @@ def _once_for_each_shape(tracker: Tracker, rule: Callable[..., None]) -> Callabl
                 rule(weight, grad, state, step, bits, seed, first)
             work = found.work.times(slices / min(slices, 3))
             tracker.windows[-1].work += found.work.times(slices / min(slices, 3) - 1)
-            known[key] = (found.bytes, work, {name: value for name, value in state.items() if isinstance(value, Tensor)})
+            known[key] = (found.bytes, work, _shapes(state))
             return
         rise, work, template = known[key]
         tracker.scratch(rise)
         tracker.windows[-1].work += work
         for name, value in template.items():
-            if name not in state:
-                state[name] = torch.zeros_like(value)
+            if isinstance(value, Tensor) and name not in state:
+                state[name] = torch.zeros_like(value, device=weight.device)
 
     return update
 

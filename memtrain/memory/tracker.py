@@ -206,7 +206,7 @@ class Tracker(TorchDispatchMode):
         for parameter in self.parameters:
             self.see(parameter, "parameters")
         self._name_gradients()
-        self._name_optimizer_state(self.optimizer.state)
+        self.name_optimizer_state()
         inner = model.model
         hooks = [model.register_forward_pre_hook(self._enter_forward),
                  model.register_forward_hook(self._leave_forward, always_call=True),
@@ -246,8 +246,9 @@ class Tracker(TorchDispatchMode):
             if parameter.grad is not None:
                 self.see(parameter.grad, "gradients")
 
-    def _name_optimizer_state(self, states: Any) -> None:
-        for state in states.values():
+    def name_optimizer_state(self, states: Any = None) -> None:
+        """Name the state of the optimizer, or only that in `states`."""
+        for state in (self.optimizer.state if states is None else states).values():
             for value in state.values():
                 if isinstance(value, Tensor):
                     self.see(value, "optimizer")
@@ -261,7 +262,7 @@ class Tracker(TorchDispatchMode):
             self.see(rows.grad, "gradients")
 
     def _leave_optimizer(self, *_: Any) -> None:
-        self._name_optimizer_state({p: self.optimizer.state[p] for p in self._updated if p in self.optimizer.state})
+        self.name_optimizer_state({p: self.optimizer.state[p] for p in self._updated if p in self.optimizer.state})
         self._go(leave=True)
 
     def _enter_forward(self, *_: Any) -> None:

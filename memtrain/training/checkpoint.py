@@ -26,6 +26,7 @@ from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig
 from memtrain.optim.low_memory import local_tensor
 from memtrain.options import RunConfig
+from memtrain.training.load import load_state
 from memtrain.training.progress import Progress
 from memtrain.training.step import TrainState
 
@@ -213,7 +214,7 @@ def resume_problems(run: RunState, config: RunConfig, shape: LlamaConfig, data: 
 def load_checkpoint(state: TrainState, checkpoint: Path, run: RunState, say: Callable[[str], Any]) -> None:
     """Put model, optimizer, schedule, scaler and random numbers back; `say` what could not be kept."""
     accelerator = state.accelerator
-    accelerator.load_state(str(checkpoint))
+    load_state(accelerator, checkpoint)
     # load_state goes on without a word where one is missing
     if missing := [str(rank) for rank in range(accelerator.num_processes)
                    if not (checkpoint / f"random_states_{rank}.pkl").exists()]:
