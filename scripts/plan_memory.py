@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
             check_writable(Path(own[name]))
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would announce itself on stderr
-    from memtrain.memory.device import free_bytes, process_bytes, smallest_run, start_real_run
+    from memtrain.memory.device import device_type, free_bytes, process_bytes, smallest_run, start_real_run
     from memtrain.memory.maximize import maximize
     from memtrain.memory.planner import plan, planned
     from memtrain.memory.report import bill, changed, command, plot, ranked, size, table, yaml_text
@@ -63,6 +63,8 @@ def main(arguments: list[str]) -> int:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     config, shape = planned(config, processes)
     budget = parse_bytes(config.memory_budget) if config.memory_budget is not None else free_bytes()
+    if config.memory_budget is None:
+        print(f"no --memory_budget: for the {size(budget)} that are free on this {device_type()} now")
     content: dict[str, Any]
     if "maximize" in own:
         found = maximize(own["maximize"], config, shape, budget, config.allow)

@@ -30,6 +30,7 @@ def main(arguments: list[str]) -> int:
     from memtrain.model.presets import weights_tokenizer
     from memtrain.training import checkpoint as checkpoints
     from memtrain.training.check import check_run
+    from memtrain.training.disk import check_disk
     from memtrain.training.finish import evaluate_data, finish
     from memtrain.training.metrics import TrainLog
     from memtrain.training.recovery import StopSignal
@@ -50,6 +51,10 @@ def main(arguments: list[str]) -> int:
 
         config = fit_run(config, num_processes, print)
     shape = check_run(config, num_processes)
+    if config.offload_activations:
+        from memtrain.memory.host import check_host_memory
+
+        check_host_memory(config, shape, num_processes)
     accelerator = make_accelerator(config)
     config.mixed_precision = accelerator.mixed_precision
     say = accelerator.print
@@ -69,6 +74,7 @@ def main(arguments: list[str]) -> int:
         return 0
 
     state = build(config, shape, accelerator, steps)
+    on_main_first(accelerator, lambda: check_disk(state, output, config.keep_last))
     log = TrainLog(output / "metrics.jsonl", accelerator)
     if accelerator.is_main_process:
         with checkpoints.stop_when_refused(output, output / "checkpoints"):

@@ -34,6 +34,7 @@ from memtrain.model.presets import LlamaConfig
 from memtrain.optim import low_memory
 from memtrain.options import RunConfig
 from memtrain.training import checkpoint as checkpoints
+from memtrain.training import disk
 from memtrain.training.progress import Progress
 from memtrain.training.step import StepResult, TrainState, build, evaluate, make_accelerator, micro_batch_size, train_step
 
@@ -44,7 +45,8 @@ RANDOM_STATE_BYTES = torch.random.default_generator.get_state().nbytes
 @dataclass
 class Prediction:
     """Tensor bytes of a run on one process, at most and by part and phase; the work of an update; beside them, never mixed in,
-    what the device adds (`apart`), and what a GPU would add (`gpu_model`, not yet checked on one)."""
+    what the device adds (`apart`), what the machine around it gives (`host`), and what a GPU would add (`gpu_model`, not yet
+    checked on one)."""
 
     peak_bytes: int
     parts: dict[str, int]
@@ -53,13 +55,14 @@ class Prediction:
     phase_parts: dict[str, dict[str, int]] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
     apart: dict[str, int] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
     gpu_model: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """What `memory.json` and `plan_memory.py --json` hold of it."""
         return {"peak_bytes": self.peak_bytes, "parts": self.parts, "phases": self.phases, "phase_parts": self.phase_parts,
                 "operation": self.operation, "flops_per_update": self.work.flops,
-                "moved_bytes_per_update": self.work.moved_bytes, "apart": self.apart,
+                "moved_bytes_per_update": self.work.moved_bytes, "apart": self.apart, "host": self.host,
                 "gpu_model": {**self.gpu_model, "status": GPU_STATUS}}
 
 
@@ -84,6 +87,9 @@ def predict(config: RunConfig, shape: LlamaConfig, num_processes: int = 1) -> Pr
     prediction.gpu_model = gpu_apart(played.ledger.events(), prediction.peak_bytes)
     if played.device_type == "cuda":
         prediction.apart = dict(prediction.gpu_model)
+    from memtrain.memory.host import host_needs  # which plays, too
+
+    prediction.host = host_needs(config, shape, played, num_processes)
     return prediction
 
 
@@ -120,6 +126,8 @@ class Play:
     played: int
     wanted: int
     layer_bytes: int  # parameters and optimizer state of one decoder layer
+    model_bytes: int
+    checkpoint_bytes: int  # on disk
 
     def work(self) -> Work:
         """Work of an update."""
@@ -172,7 +180,8 @@ def play(config: RunConfig, shape: LlamaConfig, num_processes: int = 1, whole: b
         layer = accelerator.unwrap_model(state.model).model.layers[0]
         states = [value for parameter in layer.parameters() for value in tracker.optimizer.state[parameter].values()]
         layer_bytes = sum(tensor.nbytes for tensor in [*layer.parameters(), *states] if isinstance(tensor, Tensor))
-    return Play(tracker.ledger, tracker.device_type, tracker.windows[first_window:last_window], played, wanted, layer_bytes)
+        sizes = (layer_bytes, disk.model_bytes(state.model), disk.checkpoint_bytes(state))
+    return Play(tracker.ledger, tracker.device_type, tracker.windows[first_window:last_window], played, wanted, *sizes)
 
 
 def _make_optimizer_state(tracker: Tracker) -> None:
@@ -202,6 +211,7 @@ def _play_save(tracker: Tracker, state: TrainState, shape: LlamaConfig) -> None:
 
     with (tempfile.TemporaryDirectory() as folder, mock.patch("accelerate.accelerator.save_accelerator_state", note),
           mock.patch("huggingface_hub.save_torch_state_dict"), mock.patch("os.fsync"),
+          mock.patch("memtrain.training.checkpoint.require_space"),
           mock.patch("memtrain.model.huggingface.config_dict", return_value={})):  # transformers takes a second to import
         path = Path(folder)
         checkpoints.save_checkpoint(state, run, tokenizer, path / "checkpoints", keep_last=1)

@@ -15,6 +15,9 @@ from memtrain.memory.planner import Plan
 from memtrain.options import RunConfig
 
 COLOURS = dict(zip(PARTS, ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377"), strict=True))
+HOST_WORDS = {"disk_checkpoint": "a checkpoint on disk", "disk_run": "all that the run keeps on disk",
+              "ram_save": "copies in host memory while saving", "ram_offload": "offloaded activations in host memory",
+              "ram_workers": "loader workers"}
 MOST_ROWS = 20  # of a ranked table
 
 
@@ -42,6 +45,9 @@ def bill(prediction: Prediction) -> str:
     lines = [table(rows, [0]),
              f"peak {size(prediction.peak_bytes)} ({prediction.peak_bytes} bytes), set by {prediction.operation}"]
     lines += [f"beside the tensors: {name} {size(nbytes)}" for name, nbytes in prediction.apart.items()]
+    if prediction.host:
+        lines.append("around the device: " + ", ".join(f"{HOST_WORDS[name]} {size(nbytes)}"
+                                                       for name, nbytes in prediction.host.items() if nbytes))
     if prediction.gpu_model and "context" not in prediction.apart:
         words = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in prediction.gpu_model.items())
         lines.append(f"a GPU would add about: {words} ({GPU_STATUS})")

@@ -26,6 +26,7 @@ from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig
 from memtrain.optim.low_memory import local_tensor
 from memtrain.options import RunConfig
+from memtrain.training.disk import require_space
 from memtrain.training.load import load_state
 from memtrain.training.progress import Progress
 from memtrain.training.step import TrainState
@@ -80,6 +81,7 @@ def save_checkpoint(state: TrainState, run: RunState, tokenizer: Any, folder: Pa
     try:
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
+            require_space(state, folder)
             partial.mkdir(parents=True)
         accelerator.wait_for_everyone()
         accelerator.save_state(str(partial), safe_serialization=True)
