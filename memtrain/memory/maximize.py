@@ -59,10 +59,12 @@ def maximize(quantity: str, config: RunConfig, shape: LlamaConfig, budget_bytes:
     for name, changes in recipes(config, allow):
         if shape.tie_word_embeddings and changes.get("head_in_blocks"):
             name, changes = name.replace(", head in blocks", ""), {**changes, "head_in_blocks": False}
+        if quantity == "layers" and "recomputed_rows" in changes:  # of hundreds of layers, groups take minutes to play
+            name, changes = name.replace("rows in groups, ", ""), {**changes, "recomputed_rows": "all"}
         changed = replace(config, **changes)
         value, prediction = (_largest_model(changed, budget_bytes) if quantity == "model"
                              else _largest_value(quantity, changed, shape, budget_bytes))
-        if "recomputed_rows" in changes:
+        if changes.get("recomputed_rows", "all") != "all":
             last_rows = value if quantity == "micro_batch_size" and isinstance(value, int) else rows
             changes = {**changes, "recomputed_rows": group_rows(last_rows)}
         found.append(Most(name, changes, value, 0 if prediction is None else prediction.peak_bytes, prediction))

@@ -94,12 +94,3 @@ def allocator_peaks(function: Callable[[Callable[[str], Any]], Any]) -> dict[str
                     peaks[name] = max(peaks[name], level)
     assert len(peaks) == len(spans) and all(peaks.values()), peaks
     return peaks
-
-
-def predict_with_process_peak(config: RunConfig, shape: Any) -> tuple[Any, int]:
-    """(prediction, most bytes of the process that made it), for a child process."""
-    import resource
-
-    from memtrain.memory.estimate import predict
-    found = predict(config, shape)
-    return found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
