@@ -18,7 +18,6 @@ COLOURS = dict(zip(PARTS, ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677"
 HOST_WORDS = {"disk_checkpoint": "a checkpoint on disk", "disk_run": "all that the run keeps on disk",
               "ram_save": "copies in host memory while saving", "ram_offload": "offloaded activations in host memory",
               "ram_workers": "loader workers"}
-MOST_ROWS = 20  # of a ranked table
 
 
 def size(nbytes: float) -> str:
@@ -58,11 +57,11 @@ def changed(changes: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in changes.items()) or "as given"
 
 
-def ranked(plan: Plan) -> str:
-    """The recipes in their order of preference: those around the chosen one, and the smallest."""
+def ranked(plan: Plan, most_rows: int) -> str:
+    """The recipes in their order of preference: `most_rows` around the chosen one, and the smallest."""
     at = plan.rows.index(plan.chosen)
-    first = max(0, min(at - MOST_ROWS // 2, len(plan.rows) - MOST_ROWS))
-    shown = list(range(first, min(first + MOST_ROWS, len(plan.rows))))
+    first = max(0, min(at - most_rows // 2, len(plan.rows) - most_rows))
+    shown = list(range(first, min(first + most_rows, len(plan.rows))))
     smallest = min(range(len(plan.rows)), key=lambda index: plan.rows[index].peak_bytes)
     if smallest not in shown:
         shown.append(smallest)

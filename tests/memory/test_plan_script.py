@@ -57,6 +57,7 @@ def test_without_a_budget(monkeypatch, tmp_path):
 def test_bad_options():
     for words, said in ((["--memory_budget", "12", "--allow", "rund"], "memory_budget=12: want a size"),
                         (["--memory_budget", "12", "--allow", "rund"], "allow=rund"), (["--plot"], "--plot: no value"),
+                        (["--rows", "0"], "--rows 0: want a whole number"),
                         (["--maximize", "width"], "--maximize width: want one of")):
         done = plan(*words)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
