@@ -87,9 +87,7 @@ def predict(config: RunConfig, shape: LlamaConfig, num_processes: int = 1) -> Pr
     prediction.gpu_model = gpu_apart(played.ledger.events(), prediction.peak_bytes)
     if played.device_type == "cuda":
         prediction.apart = dict(prediction.gpu_model)
-    from memtrain.memory.host import host_needs  # which plays, too
-
-    prediction.host = host_needs(config, shape, played, num_processes)
+    prediction.host = {"disk_checkpoint": played.checkpoint_bytes, "disk_export": played.model_bytes}
     return prediction
 
 

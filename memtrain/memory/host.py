@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from memtrain.command import BadInput
 from memtrain.memory.device import device_type, free_host_bytes
-from memtrain.memory.estimate import Play, in_child, play
+from memtrain.memory.estimate import Prediction, in_child, play
 from memtrain.memory.ledger import Window
 from memtrain.model.llama import NOT_OFFLOADED
 from memtrain.model.presets import LlamaConfig
@@ -18,14 +18,14 @@ PREFETCHED_UPDATES = 2  # of each worker: DataLoader's default
 TOKEN_BYTES = 16  # input and target, int64
 
 
-def host_needs(config: RunConfig, shape: LlamaConfig, played: Play, num_processes: int = 1) -> dict[str, int]:
-    """Bytes by name, of one process: on disk (`disk_...`, all processes together) and in host memory (`ram_...`)."""
+def host_needs(prediction: Prediction, config: RunConfig, shape: LlamaConfig, num_processes: int,
+               device: str) -> dict[str, int]:
+    """Bytes by name: on disk (`disk_...`, of all processes), and in host memory (`ram_...`, of each process)."""
     update = config.global_batch_size // num_processes * config.seq_len * TOKEN_BYTES
-    on_gpu = played.device_type == "cuda"
-    return {"disk_checkpoint": played.checkpoint_bytes,
-            "disk_run": (config.keep_last + 1) * played.checkpoint_bytes + played.model_bytes,
-            # on a CPU they are tensors of the device, and counted there
-            "ram_save": played.model_bytes if on_gpu else 0,
+    checkpoint, export = prediction.host["disk_checkpoint"], prediction.host["disk_export"]
+    on_gpu = device == "cuda"  # on a CPU, copies and activations are tensors of the device, and counted there
+    return {"disk_checkpoint": checkpoint, "disk_export": export, "disk_run": (config.keep_last + 1) * checkpoint + export,
+            "ram_save": export if on_gpu else 0,
             "ram_offload": offloaded_bytes(config, shape, num_processes) if config.offload_activations and on_gpu else 0,
             "ram_workers": config.num_workers * (WORKER_BYTES + PREFETCHED_UPDATES * update)}
 

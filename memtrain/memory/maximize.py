@@ -138,18 +138,19 @@ def largest(peak: Callable[[int], int], budget_bytes: int, most: int) -> int:
 
 
 def _largest_model(config: RunConfig, budget_bytes: int) -> tuple[str | None, Prediction | None]:
-    """The largest preset that fits as it is, with the options of `config`."""
-    best: tuple[str | None, Prediction | None] = (None, None)
-    for name in sorted(PRESETS, key=lambda name: PRESETS[name].parameter_count):
+    """The preset of most parameters that fits as it is, with the options of `config`."""
+    for name in sorted(PRESETS, key=lambda name: PRESETS[name].parameter_count, reverse=True):
         candidate = replace(config, model=name)
         try:
             shape = model_config(candidate)
         except BadInput:  # options of the run that do not go with this shape
             continue
-        if Composer(shape).compose(candidate).peak_bytes > budget_bytes:
-            break
+        if candidate.head_in_blocks and shape.tie_word_embeddings:
+            candidate = replace(candidate, head_in_blocks=False)
+        weights = shape.parameter_count * (4 if candidate.param_dtype == "float32" else 2)
+        if weights > budget_bytes or Composer(shape).compose(candidate).peak_bytes > budget_bytes:
+            continue
         prediction = predict(candidate, shape)
-        if needed_bytes(prediction) > budget_bytes:
-            break
-        best = name, prediction
-    return best
+        if needed_bytes(prediction) <= budget_bytes:
+            return name, prediction
+    return None, None

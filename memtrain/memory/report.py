@@ -15,7 +15,7 @@ from memtrain.memory.planner import Plan
 from memtrain.options import RunConfig
 
 COLOURS = dict(zip(PARTS, ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377"), strict=True))
-HOST_WORDS = {"disk_checkpoint": "a checkpoint on disk", "disk_run": "all that the run keeps on disk",
+HOST_WORDS = {"disk_checkpoint": "a checkpoint on disk", "disk_export": "the export", "disk_run": "all that the run keeps",
               "ram_save": "copies in host memory while saving", "ram_offload": "offloaded activations in host memory",
               "ram_workers": "loader workers"}
 
@@ -44,7 +44,7 @@ def bill(prediction: Prediction) -> str:
     lines = [table(rows, [0]),
              f"peak {size(prediction.peak_bytes)} ({prediction.peak_bytes} bytes), set by {prediction.operation}"]
     lines += [f"beside the tensors: {name} {size(nbytes)}" for name, nbytes in prediction.apart.items()]
-    if prediction.host:
+    if "disk_run" in prediction.host:
         lines.append("around the device: " + ", ".join(f"{HOST_WORDS[name]} {size(nbytes)}"
                                                        for name, nbytes in prediction.host.items() if nbytes))
     if prediction.gpu_model and "context" not in prediction.apart:

@@ -33,10 +33,16 @@ def test_too_little_host_memory(monkeypatch):
         host.check_host_memory(config, model_config(config))
 
 
-def test_workers():
+def test_needs_by_device():
     from memtrain.memory.estimate import predict
-    from memtrain.memory.host import WORKER_BYTES
+    from memtrain.memory.host import WORKER_BYTES, host_needs
     from memtrain.model.presets import model_config
 
-    config = tiny_config(num_workers=3)
-    assert predict(config, model_config(config)).host["ram_workers"] == 3 * (WORKER_BYTES + 2 * 4 * 128 * 16)
+    config = tiny_config(num_workers=3, keep_last=4, offload_activations="true", gradient_checkpointing="full")
+    shape = model_config(config)
+    found = predict(config, shape)
+    on_cpu, on_gpu = (host_needs(found, config, shape, 1, device) for device in ("cpu", "cuda"))
+    assert on_cpu["ram_workers"] == 3 * (WORKER_BYTES + 2 * 4 * 128 * 16) and on_cpu["ram_save"] == on_cpu["ram_offload"] == 0
+    assert on_gpu["ram_save"] == on_gpu["disk_export"] == found.parts["parameters"]
+    assert on_gpu["ram_offload"] == 4 * 128 * 128 * 4, "one layer's input: the last two stay"
+    assert on_gpu["disk_run"] == 5 * on_gpu["disk_checkpoint"] + on_gpu["disk_export"]
