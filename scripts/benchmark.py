@@ -1,12 +1,13 @@
 """Memory, speed, FLOPs and loss beside a plain transformers loop, measured in one run on this machine.
 
-usage: python scripts/benchmark.py [step | ladder | head | optimizer] [--shape tiny|small|58m] [--repeats N] [--json FILE]
-                                   [--plot FILE.png]
+usage: python scripts/benchmark.py [step | ladder | head | optimizer | plan] [--shape tiny|small|58m] [--repeats N]
+                                   [--json FILE] [--plot FILE.png]
 
   step     our training step and transformers' at equal settings, interleaved: ratios of time and of peak tensor bytes
   ladder   each saver added in turn to the same model (the table of the README); every recipe in a process of its own
   head     the loss head alone: ours, the plain path, and torch's linear_cross_entropy
   optimizer  ours beside those of torch, torchao and bitsandbytes (if installed): state, speed, exact resume
+  plan     seconds and process bytes of one prediction and of one plan, for 8 billion parameters and 4096 tokens
 
   --shape    tiny (5.4M), small (179M), 58m (58.1M); default: tiny for step, 58m for ladder and head
   --repeats  rounds of timing, of which the median is shown (default 5)
@@ -22,15 +23,26 @@ from memtrain.command import BadInput, at_least, check_writable, one_of, run_scr
 
 def main(arguments: list[str]) -> int:
     words = arguments if arguments and not arguments[0].startswith("--") else ["step", *arguments]
-    (kind,), options = script_arguments(words, __doc__ or "", ["step, ladder, head or optimizer"],
+    (kind,), options = script_arguments(words, __doc__ or "", ["step, ladder, head, optimizer or plan"],
                                         shape=one_of("tiny", "small", "58m"), repeats=at_least(int, 1), json=Path, plot=Path)
-    if kind not in ("step", "ladder", "head", "optimizer"):
-        raise BadInput(f"{kind}: want step, ladder, head or optimizer; see --help")
+    if kind not in ("step", "ladder", "head", "optimizer", "plan"):
+        raise BadInput(f"{kind}: want step, ladder, head, optimizer or plan; see --help")
     for name in ("json", "plot"):
         if name in options:
             check_writable(options[name])
     if "plot" in options and kind != "ladder":
         raise BadInput("--plot: only the ladder is drawn; leave it out")
+
+    if kind == "plan":
+        from memtrain.memory.cost import BIG, planning_cost
+
+        rows = planning_cost()
+        for row in rows:
+            print(f"{row['work']}, {row['recipes']} recipe(s): {row['seconds']:.1f} s, {row['process_bytes'] / 1e6:,.0f} MB of "
+                  "its process")
+        if "json" in options:
+            write_json(options["json"], {"shape": BIG["model"], "rows": rows})
+        return 0
 
     from memtrain.memory import benchmark
     from memtrain.memory.optimizer_benchmark import format_optimizers, run_optimizers

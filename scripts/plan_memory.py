@@ -8,6 +8,7 @@ changes the result. Prints the ranked recipes, the bill of the chosen one, its c
 smallest recipe there is, what it lacks, and exit code 2.
 
   --maximize WHAT   instead: the largest micro_batch_size, seq_len, layers or model under the budget, recipe by recipe
+  --rows N          recipes shown around the chosen one (default 20)
   --json FILE       the same as strict JSON: predicted, plan (ranked), command
   --plot FILE.png   bytes by part and phase
 """
@@ -22,7 +23,8 @@ from memtrain.command import BadInput, check_writable, run_script, write_json
 from memtrain.config import load_config
 from memtrain.options import parse_bytes
 
-OWN_OPTIONS = ("json", "plot", "maximize")
+OWN_OPTIONS = ("json", "plot", "maximize", "rows")
+ROWS = "20"
 QUANTITIES = ("micro_batch_size", "seq_len", "layers", "model")
 
 
@@ -41,6 +43,8 @@ def take_own(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
         own[name] = value
     if own.get("maximize", QUANTITIES[0]) not in QUANTITIES:
         raise BadInput(f"--maximize {own['maximize']}: want one of {', '.join(QUANTITIES)}; change it")
+    if not own.get("rows", ROWS).isdecimal() or int(own.get("rows", ROWS)) < 1:
+        raise BadInput(f"--rows {own['rows']}: want a whole number above 0; change it")
     return rest, own
 
 
@@ -55,7 +59,7 @@ def main(arguments: list[str]) -> int:
             check_writable(Path(own[name]))
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would announce itself on stderr
-    from memtrain.memory.device import free_bytes, process_bytes, smallest_run, start_real_run
+    from memtrain.memory.device import device_type, free_bytes, process_bytes, smallest_run, start_real_run
     from memtrain.memory.maximize import maximize
     from memtrain.memory.planner import plan, planned
     from memtrain.memory.report import bill, changed, command, plot, ranked, size, table, yaml_text
@@ -63,6 +67,8 @@ def main(arguments: list[str]) -> int:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     config, shape = planned(config, processes)
     budget = parse_bytes(config.memory_budget) if config.memory_budget is not None else free_bytes()
+    if config.memory_budget is None:
+        print(f"no --memory_budget: for the {size(budget)} that are free on this {device_type()} now")
     content: dict[str, Any]
     if "maximize" in own:
         found = maximize(own["maximize"], config, shape, budget, config.allow)
@@ -77,7 +83,7 @@ def main(arguments: list[str]) -> int:
         return 0 if any(most.value for most in found) else 2
     child = start_real_run(smallest_run(config)) if os.path.exists("/proc/self/status") else None  # beside the planning
     result = plan(config, shape, budget, config.allow, processes, say=print)
-    print(ranked(result))
+    print(ranked(result, int(own.get("rows", ROWS))))
     prediction = result.prediction
     if result.device == "cpu" and child is not None:
         prediction.apart["process"] = process_bytes(child, prediction.peak_bytes)

@@ -42,10 +42,12 @@ def pretrain(config: RunConfig, asked: dict[str, Any], arguments: list[str]) -> 
 
     from memtrain.data.prepare import prepare
     from memtrain.memory.cap import enforced_budget
+    from memtrain.memory.host import check_host_memory
     from memtrain.memory.watch import MemoryWatch
     from memtrain.model.presets import weights_tokenizer
     from memtrain.training import checkpoint as checkpoints
     from memtrain.training.check import check_run
+    from memtrain.training.disk import check_disk
     from memtrain.training.finish import finish
     from memtrain.training.metrics import TrainLog
     from memtrain.training.out_of_memory import Retry, end_together
@@ -60,7 +62,9 @@ def pretrain(config: RunConfig, asked: dict[str, Any], arguments: list[str]) -> 
     )
 
     # what can be wrong is found before anything is touched
-    shape = check_run(config, int(os.environ.get("WORLD_SIZE", "1")))
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    shape = check_run(config, num_processes)
+    check_host_memory(config, shape, num_processes)
     accelerator = make_accelerator(config)
     config.mixed_precision = accelerator.mixed_precision
     say = accelerator.print
@@ -82,11 +86,6 @@ def pretrain(config: RunConfig, asked: dict[str, Any], arguments: list[str]) -> 
         return 0
 
     log = TrainLog(output / "metrics.jsonl", accelerator)
-    if accelerator.is_main_process:
-        with checkpoints.stop_when_refused(output, output / "checkpoints"):
-            output.mkdir(parents=True, exist_ok=True)
-            save_config(config, output / "config.yaml")
-            log.keep_until(progress.step)
     if config.report_to is not None:
         accelerator.init_trackers("memtrain", {name: str(value) for name, value in asdict(config).items()})
     say(f"{config.model}: {shape.parameter_count / 1e6:.1f}M parameters; {data.report.documents:,} documents; {steps} updates "
@@ -95,10 +94,16 @@ def pretrain(config: RunConfig, asked: dict[str, Any], arguments: list[str]) -> 
     with (end_together(accelerator, output), MemoryWatch(config, shape, accelerator, output, say) as memory,
           enforced_budget(config)):
         state = memory.build(lambda: build(config, shape, accelerator, steps))
+        on_main_first(accelerator, lambda: check_disk(state, output, config.keep_last))
         if checkpoint is not None:
             with memory.phase("load", state):
                 checkpoints.load_checkpoint(state, checkpoint, run, say)
             say(f"going on from {checkpoint}: update {progress.step} of {steps}")
+        if accelerator.is_main_process:
+            with checkpoints.stop_when_refused(output, output / "checkpoints"):
+                output.mkdir(parents=True, exist_ok=True)
+                save_config(config, output / "config.yaml")
+                log.keep_until(progress.step)
         run = checkpoints.new_run_state(config, shape, data, accelerator.num_processes, progress)
         run.asked = asked
         saved_step = progress.step if checkpoint is not None else None

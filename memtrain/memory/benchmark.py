@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -124,6 +125,7 @@ def peak_tensor_bytes(work: Callable[[], Any]) -> int:
     """Peak of the CPU allocator's live bytes while `work` runs, by the profiler's own events: no part of our code counts."""
     from torch.profiler import ProfilerActivity, profile
 
+    gc.collect()  # what was left before must not be freed within
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     live = peak = 0

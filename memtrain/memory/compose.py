@@ -120,7 +120,7 @@ class Composer:
             played = replace(config, checkpointed_layers="all", global_batch_size=rows * min(wanted, 2) * self.num_processes,
                              micro_batch_size=rows)
             shape = replace(self.shape, num_hidden_layers=layers)
-            self.plays[key] = play(played, shape, self.num_processes, whole)
+            self.plays[key] = play(played, shape, self.num_processes, whole, first_update=False)
         return replace(self.plays[key], wanted=wanted)
 
 

@@ -131,6 +131,11 @@ def free_bytes() -> int:
         import torch
 
         return torch.cuda.mem_get_info()[0]
+    return free_host_bytes()
+
+
+def free_host_bytes() -> int:
+    """Host memory that can be had without swapping."""
     import psutil
 
     return psutil.virtual_memory().available

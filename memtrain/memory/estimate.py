@@ -34,6 +34,7 @@ from memtrain.model.presets import LlamaConfig
 from memtrain.optim import low_memory
 from memtrain.options import RunConfig
 from memtrain.training import checkpoint as checkpoints
+from memtrain.training import disk
 from memtrain.training.progress import Progress
 from memtrain.training.step import StepResult, TrainState, build, evaluate, make_accelerator, micro_batch_size, train_step
 
@@ -44,7 +45,8 @@ RANDOM_STATE_BYTES = torch.random.default_generator.get_state().nbytes
 @dataclass
 class Prediction:
     """Tensor bytes of a run on one process, at most and by part and phase; the work of an update; beside them, never mixed in,
-    what the device adds (`apart`), and what a GPU would add (`gpu_model`, not yet checked on one)."""
+    what the device adds (`apart`), what the machine around it gives (`host`), and what a GPU would add (`gpu_model`, not yet
+    checked on one)."""
 
     peak_bytes: int
     parts: dict[str, int]
@@ -53,13 +55,14 @@ class Prediction:
     phase_parts: dict[str, dict[str, int]] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
     apart: dict[str, int] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
     gpu_model: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """What `memory.json` and `plan_memory.py --json` hold of it."""
         return {"peak_bytes": self.peak_bytes, "parts": self.parts, "phases": self.phases, "phase_parts": self.phase_parts,
                 "operation": self.operation, "flops_per_update": self.work.flops,
-                "moved_bytes_per_update": self.work.moved_bytes, "apart": self.apart,
+                "moved_bytes_per_update": self.work.moved_bytes, "apart": self.apart, "host": self.host,
                 "gpu_model": {**self.gpu_model, "status": GPU_STATUS}}
 
 
@@ -84,6 +87,7 @@ def predict(config: RunConfig, shape: LlamaConfig, num_processes: int = 1) -> Pr
     prediction.gpu_model = gpu_apart(played.ledger.events(), prediction.peak_bytes)
     if played.device_type == "cuda":
         prediction.apart = dict(prediction.gpu_model)
+    prediction.host = {"disk_checkpoint": played.checkpoint_bytes, "disk_export": played.model_bytes}
     return prediction
 
 
@@ -120,6 +124,8 @@ class Play:
     played: int
     wanted: int
     layer_bytes: int  # parameters and optimizer state of one decoder layer
+    model_bytes: int
+    checkpoint_bytes: int  # on disk
 
     def work(self) -> Work:
         """Work of an update."""
@@ -130,9 +136,10 @@ class Play:
         return total
 
 
-def play(config: RunConfig, shape: LlamaConfig, num_processes: int = 1, whole: bool = True) -> Play:
+def play(config: RunConfig, shape: LlamaConfig, num_processes: int = 1, whole: bool = True, first_update: bool = True) -> Play:
     """Initialisation, two updates (the second starts with optimizer state), and if `whole` evaluation, checkpoint and export.
-    Of the micro-batches of an update two are played: those after are like the second."""
+    Of the micro-batches of an update two are played: those after are like the second. first_update: False leaves out the
+    first of the updates, which changes no peak, but the holes in a GPU's memory."""
     config = replace(config, compile=False, report_to=None)
     rows = micro_batch_size(config, num_processes)
     wanted = max(1, config.global_batch_size // num_processes // rows)
@@ -153,20 +160,34 @@ def play(config: RunConfig, shape: LlamaConfig, num_processes: int = 1, whole: b
         with torch.device(accelerator.device) if accelerator.device.type != "cpu" else nullcontext():
             state = build(named, shape, accelerator, total_steps=config.max_steps or 1000)
         tracker.attach(state)
-        for micro_batches in (batches[:1], batches):  # the first update has no optimizer state before it: less than the second
-            first_window = len(tracker.windows)
-            train_step(state, Update(micro_batches, rows * config.seq_len, rows, 0))
+        if first_update:
+            train_step(state, Update(batches[:1], rows * config.seq_len, rows, 0))
+        else:
+            _make_optimizer_state(tracker)
+        first_window = len(tracker.windows)
+        train_step(state, Update(batches, rows * config.seq_len, rows, 0))
         last_window = len(tracker.windows)
         if whole:
             with tracker.phase("evaluate"):
                 evaluate(state.model, accelerator, batches[:1] * 2)
             with tracker.phase("save"):
                 _play_save(tracker, state, shape)
+            with tracker.phase("load"):
+                _play_load(tracker, state)
         tracker.detach()
         layer = accelerator.unwrap_model(state.model).model.layers[0]
         states = [value for parameter in layer.parameters() for value in tracker.optimizer.state[parameter].values()]
         layer_bytes = sum(tensor.nbytes for tensor in [*layer.parameters(), *states] if isinstance(tensor, Tensor))
-    return Play(tracker.ledger, tracker.device_type, tracker.windows[first_window:last_window], played, wanted, layer_bytes)
+        sizes = (layer_bytes, disk.model_bytes(state.model), disk.checkpoint_bytes(state))
+    return Play(tracker.ledger, tracker.device_type, tracker.windows[first_window:last_window], played, wanted, *sizes)
+
+
+def _make_optimizer_state(tracker: Tracker) -> None:
+    """The state that a first update leaves, without the update (it has no state before it: its peak is below a second's)."""
+    for parameter in tracker.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        tracker.optimizer.step()
+        parameter.grad = None
 
 
 def _fake_batch(config: RunConfig, rows: int) -> dict[str, Any]:
@@ -187,10 +208,40 @@ def _play_save(tracker: Tracker, state: TrainState, shape: LlamaConfig) -> None:
             tracker.scratch(RANDOM_STATE_BYTES)
 
     with (tempfile.TemporaryDirectory() as folder, mock.patch("accelerate.accelerator.save_accelerator_state", note),
-          mock.patch("huggingface_hub.save_torch_state_dict"), mock.patch("os.fsync")):
+          mock.patch("huggingface_hub.save_torch_state_dict"), mock.patch("os.fsync"),
+          mock.patch("memtrain.training.checkpoint.require_space"),
+          mock.patch("memtrain.model.huggingface.config_dict", return_value={})):  # transformers takes a second to import
         path = Path(folder)
         checkpoints.save_checkpoint(state, run, tokenizer, path / "checkpoints", keep_last=1)
         export(accelerator.get_state_dict(state.model), shape, tokenizer, path / "export")
+
+
+def _shapes(values: dict[str, Any], device: str = "meta") -> dict[str, Any]:
+    """These values with other tensors of the same shapes and dtypes, which on "meta" take no bytes."""
+    return {name: torch.empty_like(value, device=device) if isinstance(value, Tensor) else value
+            for name, value in values.items()}
+
+
+def _play_load(tracker: Tracker, state: TrainState) -> None:
+    """A run that goes on: the model is there, and no optimizer state. The weights are read into the model; the state is read
+    into host memory, from where the optimizer takes it."""
+    saved = tracker.optimizer.state_dict()
+    shapes = {number: _shapes(values) for number, values in saved["state"].items()}
+    groups = saved["param_groups"]
+    del saved
+    tracker.optimizer.state.clear()
+
+    def load(*_: Any, **__: Any) -> dict[str, Any]:
+        read = {number: _shapes(values, "cpu") for number, values in shapes.items()}
+        tracker.optimizer.load_state_dict({"param_groups": groups, "state": read})
+        tracker.name_optimizer_state()
+        if tracker.device_type == "cpu":
+            tracker.scratch(RANDOM_STATE_BYTES)
+        return {}
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch("accelerate.accelerator.load_accelerator_state", load):
+        run = checkpoints.RunState(Progress(step=1), 1, {}, {}, "")
+        checkpoints.load_checkpoint(state, Path(folder), run, lambda line: None)
 
 
 # ---- what makes a play short and leaves no trace ---------------------------------------------------------------------
@@ -230,7 +281,7 @@ def _ends_with_work(tracker: Tracker) -> Callable[[int, int, int], Iterator[int]
 def _once_for_each_shape(tracker: Tracker, rule: Callable[..., None]) -> Callable[..., None]:
     """An update rule that is played for the first parameter of a shape; for others its scratch and work are noted, and its
     state is made."""
-    known: dict[Any, tuple[int, Work, dict[str, Tensor]]] = {}
+    known: dict[Any, tuple[int, Work, dict[str, Any]]] = {}
 
     def update(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Any, bits: int, seed: int, first: int) -> None:
         key = (tuple(weight.shape), tuple(grad.shape), weight.dtype, bits, step.number == 1 and first == 0)
@@ -240,14 +291,14 @@ def _once_for_each_shape(tracker: Tracker, rule: Callable[..., None]) -> Callabl
                 rule(weight, grad, state, step, bits, seed, first)
             work = found.work.times(slices / min(slices, 3))
             tracker.windows[-1].work += found.work.times(slices / min(slices, 3) - 1)
-            known[key] = (found.bytes, work, {name: value for name, value in state.items() if isinstance(value, Tensor)})
+            known[key] = (found.bytes, work, _shapes(state))
             return
         rise, work, template = known[key]
         tracker.scratch(rise)
         tracker.windows[-1].work += work
         for name, value in template.items():
-            if name not in state:
-                state[name] = torch.zeros_like(value)
+            if isinstance(value, Tensor) and name not in state:
+                state[name] = torch.zeros_like(value, device=weight.device)
 
     return update
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ from memtrain.options import RunConfig
 
 QUANTITIES = ("micro_batch_size", "seq_len", "layers", "model")
 LARGEST = 1 << 20
+ROW_GROUPS = 16  # each costs a play of a layer, and more of them would save next to nothing
 SEQ_LEN_MULTIPLE = 64
 
 
@@ -44,8 +44,9 @@ def recipes(config: RunConfig, allow: Sequence[str]) -> list[tuple[str, dict[str
     if "rounding" in allow:
         found.append(("bf16 weights + full checkpointing", pure))
     if smaller and "rounding" in allow:
-        found.append(("bf16 weights + full checkpointing + adamw_8bit in backward",
-                      {**pure, **smaller, "optimizer_in_backward": True, "max_grad_norm": None}))
+        lean = {**pure, **smaller, "optimizer_in_backward": True, "max_grad_norm": None}
+        found.append(("bf16 weights + full checkpointing + adamw_8bit in backward", lean))
+        found.append(("the same, rows in groups, head in blocks", {**lean, "recomputed_rows": 1, "head_in_blocks": True}))
     return found
 
 
@@ -56,11 +57,23 @@ def maximize(quantity: str, config: RunConfig, shape: LlamaConfig, budget_bytes:
     config = replace(config, micro_batch_size=rows, global_batch_size=rows)
     found = []
     for name, changes in recipes(config, allow):
+        if shape.tie_word_embeddings and changes.get("head_in_blocks"):
+            name, changes = name.replace(", head in blocks", ""), {**changes, "head_in_blocks": False}
+        if quantity == "layers" and "recomputed_rows" in changes:  # of hundreds of layers, groups take minutes to play
+            name, changes = name.replace("rows in groups, ", ""), {**changes, "recomputed_rows": "all"}
         changed = replace(config, **changes)
         value, prediction = (_largest_model(changed, budget_bytes) if quantity == "model"
                              else _largest_value(quantity, changed, shape, budget_bytes))
+        if changes.get("recomputed_rows", "all") != "all":
+            last_rows = value if quantity == "micro_batch_size" and isinstance(value, int) else rows
+            changes = {**changes, "recomputed_rows": group_rows(last_rows)}
         found.append(Most(name, changes, value, 0 if prediction is None else prediction.peak_bytes, prediction))
     return found
+
+
+def group_rows(rows: int) -> int:
+    """Rows of a group where a layer takes a micro-batch in ROW_GROUPS of them."""
+    return -(-rows // ROW_GROUPS)
 
 
 def _largest_value(quantity: str, config: RunConfig, shape: LlamaConfig, budget_bytes: int
@@ -81,7 +94,8 @@ def _largest_value(quantity: str, config: RunConfig, shape: LlamaConfig, budget_
 
 
 def _rows(config: RunConfig, shape: LlamaConfig, value: int) -> tuple[RunConfig, LlamaConfig]:
-    return replace(config, micro_batch_size=value, global_batch_size=value), shape
+    group = config.recomputed_rows if config.recomputed_rows == "all" else group_rows(value)
+    return replace(config, micro_batch_size=value, global_batch_size=value, recomputed_rows=group), shape
 
 
 def _seq_len(config: RunConfig, shape: LlamaConfig, value: int) -> tuple[RunConfig, LlamaConfig]:
@@ -100,44 +114,43 @@ AT: dict[str, Callable[..., tuple[RunConfig, LlamaConfig]]] = {
 def largest(peak: Callable[[int], int], budget_bytes: int, most: int) -> int:
     """The largest count from 1 to `most` whose peak is within the budget; 0: none.
 
-    The peak is the highest of several straight lines (the optimizer's, that of the loss, ...): two counts above the budget lie
-    on the line that decides, and say where it crosses. Where they do not, the interval is halved.
+    The peak is the highest of several straight lines (the optimizer's, that of the loss, ...), so the straight line through two
+    counts says nearly where the budget is crossed. Every third time the interval is halved, should it say so badly.
     """
-    low, high, guess = 0, most + 1, 1
-    above: list[tuple[int, int]] = []
+    low, low_bytes, high, high_bytes = 0, 0, most + 1, 0
+    guess, turn = 1, 0
     while high - low > 1:
-        width, found = high - low, peak(guess)
+        found, before, turn = peak(guess), (low, low_bytes), turn + 1
         if found <= budget_bytes:
-            low = guess
+            low, low_bytes = guess, found
         else:
-            high = guess
-            above = [*above[-1:], (guess, found)]
+            high, high_bytes = guess, found
         if high > most:
-            guess = min(4 * low, most)
-            continue
-        guess = (low + high) // 2
-        if len(above) == 2:
-            (far, far_bytes), (near, near_bytes) = above
-            crossing = near - math.ceil((near_bytes - budget_bytes) * (far - near) / max(far_bytes - near_bytes, 1))
-            if 2 * (high - low) > width:  # the last step halved nothing: the crossing is near, look beside it
-                crossing = low + 1 if crossing <= low else min(crossing, high - 1)
-            guess = crossing if low < crossing < high else guess
+            rise = low_bytes - before[1] if before[0] else 0
+            there = low + (budget_bytes - low_bytes) * (low - before[0]) // rise if rise > 0 else 0
+            guess = min(max(there, 4 * low), most)
+        elif low == 0 or turn % 3 == 0:
+            guess = (low + high) // 2
+        else:
+            there = low + (budget_bytes - low_bytes) * (high - low) // (high_bytes - low_bytes)
+            guess = min(max(there, low + 1), high - 1)
     return low
 
 
 def _largest_model(config: RunConfig, budget_bytes: int) -> tuple[str | None, Prediction | None]:
-    """The largest preset that fits as it is, with the options of `config`."""
-    best: tuple[str | None, Prediction | None] = (None, None)
-    for name in sorted(PRESETS, key=lambda name: PRESETS[name].parameter_count):
+    """The preset of most parameters that fits as it is, with the options of `config`."""
+    for name in sorted(PRESETS, key=lambda name: PRESETS[name].parameter_count, reverse=True):
         candidate = replace(config, model=name)
         try:
             shape = model_config(candidate)
         except BadInput:  # options of the run that do not go with this shape
             continue
-        if Composer(shape).compose(candidate).peak_bytes > budget_bytes:
-            break
+        if candidate.head_in_blocks and shape.tie_word_embeddings:
+            candidate = replace(candidate, head_in_blocks=False)
+        weights = shape.parameter_count * (4 if candidate.param_dtype == "float32" else 2)
+        if weights > budget_bytes or Composer(shape).compose(candidate).peak_bytes > budget_bytes:
+            continue
         prediction = predict(candidate, shape)
-        if needed_bytes(prediction) > budget_bytes:
-            break
-        best = name, prediction
-    return best
+        if needed_bytes(prediction) <= budget_bytes:
+            return name, prediction
+    return None, None

@@ -16,6 +16,7 @@ from memtrain.data.corpus import source_problems
 from memtrain.memory.compose import Composer, checkpointed
 from memtrain.memory.device import device_type
 from memtrain.memory.estimate import Prediction, in_child, needed_bytes, predict
+from memtrain.memory.host import host_needs
 from memtrain.memory.ledger import Work
 from memtrain.model.loss import automatic_chunk_tokens
 from memtrain.model.presets import LlamaConfig
@@ -147,7 +148,9 @@ class Planner:
     def whole(self, index: int) -> Prediction:
         """The prediction for `rows[index]` from a play of all its layers."""
         if index not in self._whole:
-            self._whole[index] = predict(self.rows[index].config, self.shape, self.num_processes)
+            config = self.rows[index].config
+            found = self._whole[index] = predict(config, self.shape, self.num_processes)
+            found.host = host_needs(found, config, self.shape, self.num_processes, self.device)
         return self._whole[index]
 
     def choose(self, budget_bytes: int | None) -> Plan:

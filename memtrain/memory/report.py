@@ -15,7 +15,9 @@ from memtrain.memory.planner import Plan
 from memtrain.options import RunConfig
 
 COLOURS = dict(zip(PARTS, ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377"), strict=True))
-MOST_ROWS = 20  # of a ranked table
+HOST_WORDS = {"disk_checkpoint": "a checkpoint on disk", "disk_export": "the export", "disk_run": "all that the run keeps",
+              "ram_save": "copies in host memory while saving", "ram_offload": "offloaded activations in host memory",
+              "ram_workers": "loader workers"}
 
 
 def size(nbytes: float) -> str:
@@ -42,6 +44,9 @@ def bill(prediction: Prediction) -> str:
     lines = [table(rows, [0]),
              f"peak {size(prediction.peak_bytes)} ({prediction.peak_bytes} bytes), set by {prediction.operation}"]
     lines += [f"beside the tensors: {name} {size(nbytes)}" for name, nbytes in prediction.apart.items()]
+    if "disk_run" in prediction.host:
+        lines.append("around the device: " + ", ".join(f"{HOST_WORDS[name]} {size(nbytes)}"
+                                                       for name, nbytes in prediction.host.items() if nbytes))
     if prediction.gpu_model and "context" not in prediction.apart:
         words = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in prediction.gpu_model.items())
         lines.append(f"a GPU would add about: {words} ({GPU_STATUS})")
@@ -52,11 +57,11 @@ def changed(changes: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in changes.items()) or "as given"
 
 
-def ranked(plan: Plan) -> str:
-    """The recipes in their order of preference: those around the chosen one, and the smallest."""
+def ranked(plan: Plan, most_rows: int) -> str:
+    """The recipes in their order of preference: `most_rows` around the chosen one, and the smallest."""
     at = plan.rows.index(plan.chosen)
-    first = max(0, min(at - MOST_ROWS // 2, len(plan.rows) - MOST_ROWS))
-    shown = list(range(first, min(first + MOST_ROWS, len(plan.rows))))
+    first = max(0, min(at - most_rows // 2, len(plan.rows) - most_rows))
+    shown = list(range(first, min(first + most_rows, len(plan.rows))))
     smallest = min(range(len(plan.rows)), key=lambda index: plan.rows[index].peak_bytes)
     if smallest not in shown:
         shown.append(smallest)

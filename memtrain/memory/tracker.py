@@ -73,8 +73,8 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # a question, not an operation
-            return func(*args)
+        if func is torch.ops.prim.device.default:  # a question, not an operation; half of all calls
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1
         self._operation = func
@@ -91,7 +91,8 @@ class Tracker(TorchDispatchMode):
         """Count the storage of `tensor` (once), and name its part if given."""
         if hasattr(tensor, "to_local"):
             tensor = tensor.to_local()
-        if tensor.device.type != self.device_type:
+        # the device of a fake tensor is a question to the dispatcher, which costs as much as an operation
+        if (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type != self.device_type:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -205,7 +206,7 @@ class Tracker(TorchDispatchMode):
         for parameter in self.parameters:
             self.see(parameter, "parameters")
         self._name_gradients()
-        self._name_optimizer_state(self.optimizer.state)
+        self.name_optimizer_state()
         inner = model.model
         hooks = [model.register_forward_pre_hook(self._enter_forward),
                  model.register_forward_hook(self._leave_forward, always_call=True),
@@ -245,8 +246,9 @@ class Tracker(TorchDispatchMode):
             if parameter.grad is not None:
                 self.see(parameter.grad, "gradients")
 
-    def _name_optimizer_state(self, states: Any) -> None:
-        for state in states.values():
+    def name_optimizer_state(self, states: Any = None) -> None:
+        """Name the state of the optimizer, or only that in `states`."""
+        for state in (self.optimizer.state if states is None else states).values():
             for value in state.values():
                 if isinstance(value, Tensor):
                     self.see(value, "optimizer")
@@ -260,7 +262,7 @@ class Tracker(TorchDispatchMode):
             self.see(rows.grad, "gradients")
 
     def _leave_optimizer(self, *_: Any) -> None:
-        self._name_optimizer_state({p: self.optimizer.state[p] for p in self._updated if p in self.optimizer.state})
+        self.name_optimizer_state({p: self.optimizer.state[p] for p in self._updated if p in self.optimizer.state})
         self._go(leave=True)
 
     def _enter_forward(self, *_: Any) -> None:

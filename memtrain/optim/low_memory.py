@@ -88,7 +88,7 @@ class LowMemoryOptimizer(torch.optim.Optimizer):
             stored.copy_(weight)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `Optimizer.load_state_dict`, which would cast codes and float32 state to the dtype of the parameter.
+        """As `Optimizer.load_state_dict`, which takes tensors over too, but would cast codes to the dtype of the parameter.
         Raises BadInput for the state of another optimizer."""
         for group in state_dict["param_groups"]:
             if (group.get("rule"), group.get("state_bits")) != (self.rule, self.state_bits):
@@ -101,7 +101,7 @@ class LowMemoryOptimizer(torch.optim.Optimizer):
         for number, parameter in zip(ids, parameters, strict=True):
             if number in state_dict["state"]:
                 self.state[parameter] = {
-                    name: value.to(local_tensor(parameter).device, copy=True) if isinstance(value, Tensor) else value
+                    name: value.to(local_tensor(parameter).device) if isinstance(value, Tensor) else value
                     for name, value in state_dict["state"][number].items()}
 
 

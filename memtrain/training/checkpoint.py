@@ -26,6 +26,8 @@ from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig
 from memtrain.optim.low_memory import local_tensor
 from memtrain.options import RunConfig
+from memtrain.training.disk import require_space
+from memtrain.training.load import load_state
 from memtrain.training.out_of_memory import RECIPE, is_out_of_memory, words
 from memtrain.training.progress import Progress
 from memtrain.training.step import TrainState
@@ -81,6 +83,7 @@ def save_checkpoint(state: TrainState, run: RunState, tokenizer: Any, folder: Pa
     try:
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
+            require_space(state, folder)
             partial.mkdir(parents=True)
         accelerator.wait_for_everyone()
         accelerator.save_state(str(partial), safe_serialization=True)
@@ -229,7 +232,7 @@ def keep_fitted(config: RunConfig, asked: dict[str, Any], run: RunState, num_pro
 def load_checkpoint(state: TrainState, checkpoint: Path, run: RunState, say: Callable[[str], Any]) -> None:
     """Put model, optimizer, schedule, scaler and random numbers back; `say` what could not be kept."""
     accelerator = state.accelerator
-    accelerator.load_state(str(checkpoint))
+    load_state(accelerator, checkpoint)
     # load_state goes on without a word where one is missing
     if missing := [str(rank) for rank in range(accelerator.num_processes)
                    if not (checkpoint / f"random_states_{rank}.pkl").exists()]:

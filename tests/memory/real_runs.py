@@ -66,6 +66,17 @@ class Steps:
                                         self.folder / "checkpoints", 1)
             export(accelerator.get_state_dict(self.state.model), self.shape, TOKENIZER, self.folder / "export")
 
+    def resume(self, named: Callable[[str], Any]) -> None:
+        """Go on from the checkpoint that `run` left."""
+        from memtrain.training import checkpoint as checkpoints
+        from memtrain.training.step import build, make_accelerator, train_step
+        path, = checkpoints.complete_checkpoints(self.folder / "checkpoints")[0]
+        with named("load"):
+            self.state = build(self.config, self.shape, make_accelerator(self.config), 10)
+            checkpoints.load_checkpoint(self.state, path, checkpoints.read_run_state(path), print)
+        with named("train"):
+            train_step(self.state, self.update)
+
 
 def allocator_peaks(function: Callable[[Callable[[str], Any]], Any]) -> dict[str, int]:
     """Peaks by name of what `function(named)` does within `named(...)`: every allocation of the CPU allocator, in order."""
@@ -81,14 +92,5 @@ def allocator_peaks(function: Callable[[Callable[[str], Any]], Any]) -> dict[str
             for start, end, name in spans:
                 if start <= event.start_ns() <= end:
                     peaks[name] = max(peaks[name], level)
-    assert len(peaks) == 3 and all(peaks.values()), peaks
+    assert len(peaks) == len(spans) and all(peaks.values()), peaks
     return peaks
-
-
-def predict_with_process_peak(config: RunConfig, shape: Any) -> tuple[Any, int]:
-    """(prediction, most bytes of the process that made it), for a child process."""
-    import resource
-
-    from memtrain.memory.estimate import predict
-    found = predict(config, shape)
-    return found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

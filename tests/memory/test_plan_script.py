@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jobs import run_main
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--num_hidden_layers", "2", "--hidden_size", "64", "--vocab_size", "512", "--seq_len", "64",
          "--global_batch_size", "1", "--gradient_checkpointing", "full"]
@@ -25,6 +27,10 @@ def test_a_plan(tmp_path):
     predicted = content["predicted"]
     assert predicted["peak_bytes"] == sum(predicted["parts"].values()) == max(predicted["phases"].values()) <= 12e6
     assert predicted["apart"]["process"] > predicted["peak_bytes"] + 1e8
+    host = predicted["host"]
+    assert host["disk_run"] == 3 * host["disk_checkpoint"] + predicted["parts"]["parameters"]
+    assert host["disk_checkpoint"] > 3 * predicted["parts"]["parameters"] and host["ram_offload"] == host["ram_workers"] == 0
+    assert "a checkpoint on disk" in done.stdout
     assert content["command"] in done.stdout and content["command"].startswith("accelerate launch scripts/pretrain.py")
     chosen = [row for row in content["plan"] if row["chosen"]]
     assert len(chosen) == 1 and chosen[0]["fits"] and chosen[0]["peak_bytes"] == predicted["peak_bytes"]
@@ -33,15 +39,25 @@ def test_a_plan(tmp_path):
 
 
 def test_nothing_fits():
-    done = plan(*SMALL, "--memory_budget", "100KB")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) == 1 and "lacks" in done.stderr and "100.000 KB" in done.stderr, done.stderr
-    assert "the smallest there is" in done.stdout
+    outcome = run_main("plan_memory", [*SMALL, "--memory_budget", "100KB"])
+    assert outcome.code == 2 and outcome.err.count("\n") == 1, outcome
+    assert "lacks" in outcome.err and "100.000 KB" in outcome.err and "the smallest there is" in outcome.out, outcome
+
+
+def test_without_a_budget(monkeypatch, tmp_path):
+    """What is free on this device, and that is said; the picture is drawn."""
+    monkeypatch.setattr("memtrain.memory.device.free_host_bytes", lambda: 50_000_000)
+    outcome = run_main("plan_memory", [*SMALL, "--plot", tmp_path / "plan.png", "--json", tmp_path / "plan.json"])
+    assert outcome.code == 0 and "no --memory_budget: for the 50.000 MB that are free on this cpu now" in outcome.out, outcome
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["budget_bytes"] == 50_000_000 and {"predicted", "plan", "command"} <= content.keys()
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bad_options():
     for words, said in ((["--memory_budget", "12", "--allow", "rund"], "memory_budget=12: want a size"),
                         (["--memory_budget", "12", "--allow", "rund"], "allow=rund"), (["--plot"], "--plot: no value"),
+                        (["--rows", "0"], "--rows 0: want a whole number"),
                         (["--maximize", "width"], "--maximize width: want one of")):
         done = plan(*words)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
