@@ -171,16 +171,18 @@ def test_evaluation_in_smaller_batches(job, tmp_path, fail_at, monkeypatch):
 
 def fail_in_optimizer(monkeypatch, number):
     """That step of the optimizer moves a weight and then finds no memory."""
-    original, calls = torch.optim.AdamW.step, []
+    from memtrain.optim.factory import FusedAdamW
 
-    def step(self, closure=None):
+    original, calls = FusedAdamW.step, []
+
+    def step(self, closure=None, rows=None):
         calls.append(1)
-        result = original(self, closure)
+        result = original(self, closure, rows)
         if len(calls) == number:
             too_much()
         return result
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    monkeypatch.setattr(FusedAdamW, "step", step)
     return calls
 
 
