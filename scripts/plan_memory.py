@@ -72,7 +72,8 @@ def main(arguments: list[str]) -> int:
     content: dict[str, Any]
     if "maximize" in own:
         found = maximize(own["maximize"], config, shape, budget, config.allow)
-        print(f"the largest {own['maximize']} under {size(budget)}, {shape.parameter_count / 1e6:.1f}M parameters:")
+        of = "" if own["maximize"] in ("layers", "model") else f", {shape.parameter_count / 1e6:.1f}M parameters"
+        print(f"the largest {own['maximize']} under {size(budget)}{of}:")
         print(table([["recipe", "largest", "peak"],
                      *([most.recipe, str(most.value or "none"), size(most.peak_bytes)] for most in found)], [0]))
         content = {"budget_bytes": budget, "maximize": own["maximize"],

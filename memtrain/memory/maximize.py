@@ -8,7 +8,8 @@ from typing import Any
 
 from memtrain.command import BadInput
 from memtrain.memory.compose import Composer
-from memtrain.memory.estimate import Prediction, needed_bytes, predict
+from memtrain.memory.device import device_type
+from memtrain.memory.estimate import needed_bytes, predict
 from memtrain.memory.planner import STATES
 from memtrain.model.presets import PRESETS, LlamaConfig, model_config
 from memtrain.options import RunConfig
@@ -17,6 +18,8 @@ QUANTITIES = ("micro_batch_size", "seq_len", "layers", "model")
 LARGEST = 1 << 20
 ROW_GROUPS = 16  # each costs a play of a layer, and more of them would save next to nothing
 SEQ_LEN_MULTIPLE = 64
+MOST_WHOLE_LAYERS = 64  # a deeper model takes minutes to play whole
+COMPOSED_ERROR = 0.001  # of a peak from plays of three layers, at most
 
 
 @dataclass
@@ -27,7 +30,6 @@ class Most:
     changes: dict[str, Any]
     value: int | str | None
     peak_bytes: int
-    prediction: Prediction | None
 
 
 def recipes(config: RunConfig, allow: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
@@ -52,7 +54,8 @@ def recipes(config: RunConfig, allow: Sequence[str]) -> list[tuple[str, dict[str
 
 def maximize(quantity: str, config: RunConfig, shape: LlamaConfig, budget_bytes: int,
              allow: Sequence[str] = ()) -> list[Most]:
-    """The largest `quantity` under the budget for each recipe, with one micro-batch an update. Each is played whole."""
+    """The largest `quantity` under the budget for each recipe, with one micro-batch an update. Each is played whole, but for
+    models of more than MOST_WHOLE_LAYERS on a CPU."""
     rows = config.global_batch_size if config.micro_batch_size == "auto" else int(config.micro_batch_size)
     config = replace(config, micro_batch_size=rows, global_batch_size=rows)
     found = []
@@ -62,12 +65,12 @@ def maximize(quantity: str, config: RunConfig, shape: LlamaConfig, budget_bytes:
         if quantity == "layers" and "recomputed_rows" in changes:  # of hundreds of layers, groups take minutes to play
             name, changes = name.replace("rows in groups, ", ""), {**changes, "recomputed_rows": "all"}
         changed = replace(config, **changes)
-        value, prediction = (_largest_model(changed, budget_bytes) if quantity == "model"
+        value, peak_bytes = (_largest_model(changed, budget_bytes) if quantity == "model"
                              else _largest_value(quantity, changed, shape, budget_bytes))
         if changes.get("recomputed_rows", "all") != "all":
             last_rows = value if quantity == "micro_batch_size" and isinstance(value, int) else rows
             changes = {**changes, "recomputed_rows": group_rows(last_rows)}
-        found.append(Most(name, changes, value, 0 if prediction is None else prediction.peak_bytes, prediction))
+        found.append(Most(name, changes, value, peak_bytes))
     return found
 
 
@@ -77,7 +80,7 @@ def group_rows(rows: int) -> int:
 
 
 def _largest_value(quantity: str, config: RunConfig, shape: LlamaConfig, budget_bytes: int
-                   ) -> tuple[int | None, Prediction | None]:
+                   ) -> tuple[int | None, int]:
     step = SEQ_LEN_MULTIPLE if quantity == "seq_len" else 1
     composer = Composer(shape)  # keeps its plays by everything but the shape, of which only the depth may change here
 
@@ -85,12 +88,15 @@ def _largest_value(quantity: str, config: RunConfig, shape: LlamaConfig, budget_
         return composer.compose(*AT[quantity](config, shape, count * step)).peak_bytes
 
     count = largest(peak, budget_bytes, LARGEST // step)
+    if quantity == "layers" and count > MOST_WHOLE_LAYERS and device_type() == "cpu":
+        count = largest(peak, int(budget_bytes * (1 - COMPOSED_ERROR)), LARGEST)
+        return count, peak(count)
     while count:  # a play of three layers agrees with the whole to a few bytes; the whole decides
         prediction = predict(*AT[quantity](config, shape, count * step))
         if needed_bytes(prediction) <= budget_bytes:
-            return count * step, prediction
+            return count * step, prediction.peak_bytes
         count -= 1
-    return None, None
+    return None, 0
 
 
 def _rows(config: RunConfig, shape: LlamaConfig, value: int) -> tuple[RunConfig, LlamaConfig]:
@@ -137,7 +143,7 @@ def largest(peak: Callable[[int], int], budget_bytes: int, most: int) -> int:
     return low
 
 
-def _largest_model(config: RunConfig, budget_bytes: int) -> tuple[str | None, Prediction | None]:
+def _largest_model(config: RunConfig, budget_bytes: int) -> tuple[str | None, int]:
     """The preset of most parameters that fits as it is, with the options of `config`."""
     for name in sorted(PRESETS, key=lambda name: PRESETS[name].parameter_count, reverse=True):
         candidate = replace(config, model=name)
@@ -152,5 +158,5 @@ def _largest_model(config: RunConfig, budget_bytes: int) -> tuple[str | None, Pr
             continue
         prediction = predict(candidate, shape)
         if needed_bytes(prediction) <= budget_bytes:
-            return name, prediction
-    return None, None
+            return name, prediction.peak_bytes
+    return None, 0

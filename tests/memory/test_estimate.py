@@ -8,7 +8,7 @@ from real_runs import tiny_config
 
 TRAINING = ("init", "forward", "backward", "optimizer")
 
-EVERY = [options if index % 3 == 0 else pytest.param(options, marks=pytest.mark.slow) for index, options in enumerate(GRID)]
+EVERY = [options if index % 4 == 0 else pytest.param(options, marks=pytest.mark.slow) for index, options in enumerate(GRID)]
 
 
 @pytest.mark.parametrize("options", EVERY, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()) or "plain")

@@ -14,7 +14,8 @@ from memtrain.command import BadInput
 
 IN_BACKWARD = {"optimizer_in_backward": "true", "max_grad_norm": "none", "gradient_checkpointing": "full", "seq_len": 8}
 PURE = {"param_dtype": "bfloat16"}
-RUNS = [{}, {**PURE, "optimizer": "adamw"}, {**PURE, **IN_BACKWARD, "optimizer": "adamw_8bit"},
+RUNS = [{}, pytest.param({**PURE, "optimizer": "adamw"}, marks=pytest.mark.slow),
+        pytest.param({**PURE, **IN_BACKWARD, "optimizer": "adamw_8bit"}, marks=pytest.mark.slow),
         {**PURE, **IN_BACKWARD, "optimizer": "adafactor"}]
 
 

@@ -153,7 +153,7 @@ def test_maximize(quantity, monkeypatch):
                             if quantity == "model" else tiny_config(num_hidden_layers=2))
     budget = 2 * 10**9 if quantity == "model" else 60 * 10**6
     most, = module.maximize(quantity, config, shape, budget)
-    assert most.prediction is not None and most.peak_bytes == most.prediction.peak_bytes <= budget
+    assert 0.8 * budget < most.peak_bytes <= budget or quantity == "model"
     if quantity == "model":
         assert most.value == "tiny"
         return
