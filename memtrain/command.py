@@ -36,6 +36,9 @@ def run_script(main: Callable[[list[str]], int]) -> None:
     except TrainingStopped as error:
         print(error, file=sys.stderr)
         code = 3
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command does it again, or goes on", file=sys.stderr)
+        code = 130
     except BrokenPipeError:  # the reader of a pipe (head, less) went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

@@ -5,11 +5,13 @@ Nothing here imports torch, so `--help` and a mistyped option answer at once.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import sys
 import types
 import typing
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -20,7 +22,10 @@ from memtrain.options import EXCLUSIVE, GROUPS, RunConfig
 from memtrain.rules import config_problems
 
 RECIPES = Path(__file__).parent / "recipes"
-
+NO_LETTERS = {"Cc", "Cs", "Zl", "Zp"}  # control characters, halves of surrogate pairs, ends of lines
+LARGEST = 2**63  # more than any counter or size of this world
+LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4000  # of Linux file systems; less than PATH_MAX, as our own names come below
+BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 _FIELDS = {f.name: f for f in fields(RunConfig)}
 _TYPES = typing.get_type_hints(RunConfig)
@@ -29,6 +34,9 @@ _TYPES = typing.get_type_hints(RunConfig)
 def parse_value(name: str, value: Any) -> Any:
     """A value of YAML, or the text of the command line, in the type of option `name`. Raises BadInput."""
     meta = _FIELDS[name].metadata
+    if any(unicodedata.category(letter) in NO_LETTERS for item in (value if isinstance(value, list) else [value])
+           if isinstance(item, str) for letter in item):
+        raise BadInput(f"{name}={value!r}: holds characters that no value has; change --{name}")
     union = typing.get_origin(_TYPES[name]) in (typing.Union, types.UnionType)
     kinds = typing.get_args(_TYPES[name]) if union else (_TYPES[name],)
     if typing.get_origin(kinds[0]) is list:
@@ -40,6 +48,8 @@ def parse_value(name: str, value: Any) -> Any:
             return words
         if not values or not all(isinstance(v, str) and v for v in values):
             raise BadInput(f"{name}={value!r}: want one or more names; write --{name} NAME ...")
+        for item in values:
+            _check_text(name, item)
         return values
     if value is None or (isinstance(value, str) and value.lower() in ("none", "null") and type(None) in kinds
                          and "none" not in meta["choices"]):
@@ -47,25 +57,21 @@ def parse_value(name: str, value: Any) -> Any:
             return None
         raise BadInput(f"{name}={value}: want {_describe(name)}; leave the option out for the default")
     if bool in kinds:
-        if isinstance(value, bool) or str(value).lower() in ("true", "false"):
-            return str(value).lower() == "true"
+        if str(value).lower() in BOOLEANS:
+            return BOOLEANS[str(value).lower()]
     elif isinstance(value, bool):
-        # YAML 1.1 reads a bare no, yes, on, off as a boolean: `mixed_precision: no` is the word no
+        # programs that read YAML 1.1 take a bare no for a boolean: `mixed_precision: no` is the word no
         value = "yes" if value else "no"
     if int in kinds or float in kinds:
         if str(value) in meta["words"]:
             return str(value)
-        try:
-            number = int(value) if int in kinds and not isinstance(value, float) else float(value)
-        except (TypeError, ValueError):
-            number = None
-        if int in kinds and isinstance(number, float):
-            number = int(number) if number.is_integer() else None
+        number = _number(value, int in kinds)
         if number is not None and _in_range(number, meta):
             return number
     elif str in kinds and isinstance(value, (str, int, float)):
         value = str(value)
         if value and (not meta["choices"] or value in meta["choices"]):
+            _check_text(name, value)
             return value
         close = difflib.get_close_matches(value, meta["choices"], n=1)
         if close:
@@ -73,10 +79,33 @@ def parse_value(name: str, value: Any) -> Any:
     raise BadInput(f"{name}={value}: want {_describe(name)}; change --{name}")
 
 
+def _check_text(name: str, text: str) -> None:
+    """Raises BadInput for a text that can be neither a path nor a name."""
+    if (not text.isascii() and text != text.encode("utf-8", "replace").decode()) or any(ord(letter) < 32 for letter in text):
+        raise BadInput(f"{name}={text!r}: holds letters that no name has; change --{name}")
+    if any(len(part.encode()) > LONGEST_NAME_BYTES for part in text.split("/")) or len(text.encode()) > LONGEST_PATH_BYTES:
+        raise BadInput(f"{name}={text[:40]}...: longer than a path may be; change --{name}")
+    if os.path.expanduser(text).startswith("~"):
+        raise BadInput(f"{name}={text}: no such user's home; change --{name}")
+
+
+def _number(value: Any, whole: bool) -> int | float | None:
+    """The number that a value or its text is (`whole`: an integer, which may be written 1e3), or None."""
+    try:
+        if whole and not isinstance(value, float):
+            with contextlib.suppress(ValueError):
+                return int(value)
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if not whole else int(number) if number.is_integer() else None
+
+
 def _in_range(number: float, meta: Mapping[str, Any]) -> bool:
     # written so that nan fails, and infinity too
     low, high = meta["minimum"], meta["below"]
-    return (low is None or number >= low) and number < (float("inf") if high is None else high)
+    largest = LARGEST if isinstance(number, int) else float("inf")
+    return (low is None or number >= low) and number < (largest if high is None else high)
 
 
 def option_kinds(names: Iterable[str]) -> dict[str, Option]:
@@ -101,20 +130,43 @@ def _describe(name: str) -> str:
     return "text"
 
 
+def _text_loader() -> Any:
+    """A reader of YAML in which a value is the text that stands there, as on a command line, and a key stands once.
+
+    YAML 1.1 makes a boolean of `no` and `on`, text of `1e-4`, 174 of `0256`, and lets a second `seed:` win without a word.
+    """
+    import yaml
+
+    class TextLoader(yaml.BaseLoader):
+        def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+            return None if node.style is None and node.value in ("", "~", "null", "Null", "NULL") else node.value
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and names.count(key.value) > 1:
+                    lines = [other.start_mark.line + 1 for other, _ in node.value if other.value == key.value]
+                    raise yaml.YAMLError(f"{key.value} stands in lines {' and '.join(map(str, lines))}, want it once")
+            return super().construct_mapping(node, deep)
+
+    return TextLoader
+
+
 def read_recipe(path_or_name: str) -> dict[str, Any]:
-    """Options of a YAML file, or of the recipe of that name. Raises BadInput."""
+    """Options of a YAML file, or of the recipe of that name, each the text (or texts) that stands there. Raises BadInput."""
     import yaml
 
     path = Path(path_or_name)
     if not path.is_file() and (RECIPES / f"{path_or_name}.yaml").is_file():
         path = RECIPES / f"{path_or_name}.yaml"
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_text_loader())
     except FileNotFoundError:
         names = ", ".join(sorted(p.stem for p in RECIPES.glob("*.yaml")))
         raise BadInput(f"recipe {path_or_name}: no such file; give a YAML file or one of {names}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BadInput(f"recipe {path}: cannot be read ({' '.join(str(error).split())}); give a YAML file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        remedy = "indent with spaces instead of tabs" if "\\t" in str(error) else "give a YAML file"
+        raise BadInput(f"recipe {path}: cannot be read ({' '.join(str(error).split())}); {remedy}") from None
     if not isinstance(loaded, dict):
         raise BadInput(f"recipe {path}: want lines of `option: value`, found {type(loaded).__name__}; see memtrain/recipes")
     return {str(key): value for key, value in loaded.items()}
@@ -165,14 +217,21 @@ def save_config(config: RunConfig, path: Path) -> None:
     import yaml
 
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        yaml.safe_dump(asdict(config), file, sort_keys=False)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
 def changed_options(before: Mapping[str, Any], after: RunConfig) -> list[str]:
     """Options that make `after` another run than the one that wrote `before` (a resolved config.yaml)."""
+    def was(name: str) -> Any:
+        with contextlib.suppress(BadInput):
+            return parse_value(name, before[name])
+
     return [name for name, f in _FIELDS.items()
-            if not f.metadata["may_change"] and name in before and before[name] != getattr(after, name)]
+            if not f.metadata["may_change"] and name in before and was(name) != getattr(after, name)]
 
 
 def help_text(usage: str) -> str:

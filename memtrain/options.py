@@ -66,7 +66,7 @@ class RunConfig:
     epochs: int | None = option(None, "passes over the training rows (or set max_steps)", minimum=1, may_change=True)
     optimizer: str = option("adamw", "update rule and bits of its state",
                             choices=("adamw", "adamw_8bit", "adamw_4bit", "adafactor", "lion_8bit"))
-    learning_rate: float = option(1e-3, "highest learning rate", minimum=0)
+    learning_rate: float = option(1e-3, "highest learning rate", minimum=0, may_change=True)
     lr_schedule: str = option("cosine", "shape after warm-up", choices=("cosine", "linear", "constant", "wsd"))
     warmup_steps: int | None = option(None, "updates of linear warm-up; default: a tenth of the run", minimum=0)
     decay_steps: int | None = option(None, "updates of the decay at the end of wsd; default: a fifth of the run", minimum=1)
@@ -109,7 +109,10 @@ class RunConfig:
                          may_change=True)
     save_every: int | None = option(None, "updates between checkpoints; default: only at the end", minimum=1,
                                     may_change=True)
-    keep_last: int = option(2, "checkpoints kept", minimum=1, may_change=True)
+    save_async: bool = option(False, "write checkpoints behind the training, which waits only for a copy in host memory",
+                              may_change=True)
+    keep_last: int = option(2, "newest checkpoints kept", minimum=1, may_change=True)
+    keep_best: bool = option(False, "also keep the checkpoint of the lowest evaluation loss", may_change=True)
     eval_every: int | None = option(None, "updates between evaluations; default: only at the end", minimum=1,
                                     may_change=True)
     log_every: int = option(10, "updates between writes of metrics (the only regular wait for the device)", minimum=1,
@@ -122,6 +125,8 @@ EVALUATION_OPTIONS = ("dataset", "dataset_config", "dataset_split", "text_column
 GROUPS = {"model": "model", "data": "dataset", "training": "global_batch_size", "memory": "memory_budget",
           "run": "output_dir"}
 EXCLUSIVE = ("max_steps", "epochs")
+# may change when a run goes on, and change its result: said
+SAID_WHEN_CHANGED = ("learning_rate", *EXCLUSIVE)
 
 
 VOCAB_MULTIPLE = 64  # matrix units read vocabularies in tiles; a ragged last tile costs speed and buys nothing

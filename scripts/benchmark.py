@@ -1,15 +1,16 @@
 """Memory, speed, FLOPs and loss beside a plain transformers loop, measured in one run on this machine.
 
-usage: python scripts/benchmark.py [step | ladder | head | optimizer | plan] [--shape tiny|small|58m] [--repeats N]
+usage: python scripts/benchmark.py [step | ladder | head | optimizer | save | plan] [--shape tiny|small|58m] [--repeats N]
                                    [--json FILE] [--plot FILE.png]
 
   step     our training step and transformers' at equal settings, interleaved: ratios of time and of peak tensor bytes
   ladder   each saver added in turn to the same model (the table of the README); every recipe in a process of its own
   head     the loss head alone: ours, the plain path, and torch's linear_cross_entropy
   optimizer  ours beside those of torch, torchao and bitsandbytes (if installed): state, speed, exact resume
+  save     how long training waits for a checkpoint, written at once and behind it (--save_async)
   plan     seconds and process bytes of one prediction and of one plan, for 8 billion parameters and 4096 tokens
 
-  --shape    tiny (5.4M), small (179M), 58m (58.1M); default: tiny for step, 58m for ladder and head
+  --shape    tiny (5.4M), small (179M), 58m (58.1M); default: tiny for step, small for save, else 58m
   --repeats  rounds of timing, of which the median is shown (default 5)
   --plot     ladder only: a picture of the peaks (needs matplotlib)
 """
@@ -23,10 +24,10 @@ from memtrain.command import BadInput, at_least, check_writable, one_of, run_scr
 
 def main(arguments: list[str]) -> int:
     words = arguments if arguments and not arguments[0].startswith("--") else ["step", *arguments]
-    (kind,), options = script_arguments(words, __doc__ or "", ["step, ladder, head, optimizer or plan"],
+    (kind,), options = script_arguments(words, __doc__ or "", ["step, ladder, head, optimizer, save or plan"],
                                         shape=one_of("tiny", "small", "58m"), repeats=at_least(int, 1), json=Path, plot=Path)
-    if kind not in ("step", "ladder", "head", "optimizer", "plan"):
-        raise BadInput(f"{kind}: want step, ladder, head, optimizer or plan; see --help")
+    if kind not in ("step", "ladder", "head", "optimizer", "save", "plan"):
+        raise BadInput(f"{kind}: want step, ladder, head, optimizer, save or plan; see --help")
     for name in ("json", "plot"):
         if name in options:
             check_writable(options[name])
@@ -53,7 +54,15 @@ def main(arguments: list[str]) -> int:
         if "json" in options:
             write_json(options["json"], {"rows": rows})
         return 0
-    shape = options.get("shape", "tiny" if kind == "step" else "58m")
+    shape = options.get("shape", {"step": "tiny", "save": "small"}.get(kind, "58m"))
+    if kind == "save":
+        from memtrain.memory.save_benchmark import format_save, run_save
+
+        rows = run_save(shape, options.get("repeats", 5))
+        print(format_save(rows))
+        if "json" in options:
+            write_json(options["json"], {"shape": shape, "rows": rows})
+        return 0
     run = {"step": benchmark.run_pairs, "ladder": benchmark.run_ladder, "head": benchmark.run_head}[kind]
     rows = run(shape, options.get("repeats", 5))
     print(benchmark.format_rows(kind, rows))

@@ -9,14 +9,18 @@ stopped.
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memtrain.command import BadInput, run_script
+from memtrain.command import run_script
 from memtrain.config import help_text, load_config, save_config
 from memtrain.options import RunConfig
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from memtrain.model.presets import LlamaConfig
 
 
 def main(arguments: list[str]) -> int:
@@ -38,28 +42,10 @@ def main(arguments: list[str]) -> int:
 
 def pretrain(config: RunConfig, asked: dict[str, Any], arguments: list[str]) -> int:
     """The run that `config` is, from its newest checkpoint or the seed. asked: the recipe before memory ran out, if it did."""
-    from tqdm import tqdm
-
-    from memtrain.data.prepare import prepare
-    from memtrain.memory.cap import enforced_budget
     from memtrain.memory.host import check_host_memory
-    from memtrain.memory.watch import MemoryWatch
-    from memtrain.model.presets import weights_tokenizer
-    from memtrain.training import checkpoint as checkpoints
     from memtrain.training.check import check_run
-    from memtrain.training.disk import check_disk
-    from memtrain.training.finish import finish
-    from memtrain.training.metrics import TrainLog
-    from memtrain.training.out_of_memory import Retry, end_together
-    from memtrain.training.recovery import StopSignal
-    from memtrain.training.step import (
-        build,
-        make_accelerator,
-        on_main_first,
-        samples_in_run,
-        total_steps,
-        training_updates,
-    )
+    from memtrain.training.run_lock import run_lock
+    from memtrain.training.step import make_accelerator
 
     # what can be wrong is found before anything is touched
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -67,15 +53,36 @@ def pretrain(config: RunConfig, asked: dict[str, Any], arguments: list[str]) -> 
     check_host_memory(config, shape, num_processes)
     accelerator = make_accelerator(config)
     config.mixed_precision = accelerator.mixed_precision
+    with run_lock(Path(config.output_dir).expanduser(), accelerator, print):
+        return train(config, shape, accelerator, asked, arguments)
+
+
+def train(config: RunConfig, shape: LlamaConfig, accelerator: Accelerator, asked: dict[str, Any], arguments: list[str]) -> int:
+    """The run, from its data to its export, in a folder that it has for itself; returns the exit code."""
+    from tqdm import tqdm
+
+    from memtrain.data.prepare import prepare
+    from memtrain.memory.cap import enforced_budget
+    from memtrain.memory.watch import MemoryWatch
+    from memtrain.model.presets import weights_tokenizer
+    from memtrain.training import checkpoint as checkpoints
+    from memtrain.training.agreement import Agreement
+    from memtrain.training.checkpoint_files import stop_when_refused
+    from memtrain.training.disk import check_disk
+    from memtrain.training.finish import finish
+    from memtrain.training.metrics import TrainLog
+    from memtrain.training.out_of_memory import Retry, end_together
+    from memtrain.training.saver import Saver
+    from memtrain.training.signals import StopSignal, command_to_go_on
+    from memtrain.training.step import build, on_main_first, samples_in_run, total_steps, training_updates
+
     say = accelerator.print
     data = on_main_first(accelerator, lambda: prepare(config, shape.vocab_size, weights_tokenizer(config.model)))
     steps = total_steps(config, data.row_count, accelerator.num_processes)
     output = Path(config.output_dir).expanduser()
-    checkpoint, run = checkpoints.choose_checkpoint(config, output, say)
+    checkpoint, run = checkpoints.choose_checkpoint(config, shape, data.fingerprint, accelerator)
     if run is None:
         run = checkpoints.new_run_state(config, shape, data, accelerator.num_processes)
-    elif problems := checkpoints.resume_problems(run, config, shape, data.fingerprint):
-        raise BadInput("\n".join(problems))
     elif fitted := checkpoints.keep_fitted(config, asked, run, accelerator.num_processes):
         say(f"{checkpoint}: as memory ran out before it, going on with {fitted}")
     progress = run.progress
@@ -99,33 +106,39 @@ def pretrain(config: RunConfig, asked: dict[str, Any], arguments: list[str]) -> 
             with memory.phase("load", state):
                 checkpoints.load_checkpoint(state, checkpoint, run, say)
             say(f"going on from {checkpoint}: update {progress.step} of {steps}")
+            for note in checkpoints.resume_notes(run, config, accelerator.num_processes):
+                say(note)
         if accelerator.is_main_process:
-            with checkpoints.stop_when_refused(output, output / "checkpoints"):
+            with stop_when_refused(output, output / "checkpoints"):
                 output.mkdir(parents=True, exist_ok=True)
                 save_config(config, output / "config.yaml")
                 log.keep_until(progress.step)
         run = checkpoints.new_run_state(config, shape, data, accelerator.num_processes, progress)
         run.asked = asked
         saved_step = progress.step if checkpoint is not None else None
+        agreement = Agreement(accelerator)
+        saver = Saver(state, run, data.tokenizer, output / "checkpoints", config, agreement)
 
         def due(every: int | None) -> bool:
             return every is not None and progress.step % every == 0
 
         def evaluate() -> None:
             log.flush(progress)
-            log.write_evaluation(progress.step, retry.evaluate(lambda config: memory.evaluate(state, data, config)))
+            metrics = retry.evaluate(lambda config: memory.evaluate(state, data, config))
+            log.write_evaluation(progress.step, metrics)
+            run.evaluated = None if metrics is None else (progress.step, metrics["eval_loss"])
 
-        def save() -> int:
-            log.flush(progress)  # raises on a non-finite number, so that no bad weights are saved
+        def save(behind: bool = False) -> int:
+            log.sync(progress)  # raises on a non-finite number, so that no bad weights are saved
             with memory.phase("save", state):
-                checkpoints.save_checkpoint(state, run, data.tokenizer, output / "checkpoints", config.keep_last)
+                saver.save(behind)
             config.resume = "auto"  # from now on
             return progress.step
 
         def recipe_changed(line: str) -> None:
             say(f"\n{line}")
             run.config = asdict(config)
-            with checkpoints.stop_when_refused(output / "config.yaml", output / "checkpoints"):
+            with stop_when_refused(output / "config.yaml", output / "checkpoints"):
                 save_config(config, output / "config.yaml")
             memory.recipe_changed()
 
@@ -133,7 +146,7 @@ def pretrain(config: RunConfig, asked: dict[str, Any], arguments: list[str]) -> 
                       lambda: training_updates(config, data, progress.position, accelerator), recipe_changed, say)
         bar = tqdm(total=steps, initial=progress.step, unit="update", disable=not accelerator.is_main_process)
         log.start_clock()
-        with StopSignal(accelerator) as stop, bar:
+        with StopSignal(agreement) as stop, saver, bar:
             for update in retry.updates() if not ended else ():
                 learning_rate = state.learning_rate
                 result = retry.step(memory.train_step, update)
@@ -154,13 +167,15 @@ def pretrain(config: RunConfig, asked: dict[str, Any], arguments: list[str]) -> 
                 if due(config.eval_every):
                     evaluate()
                 if due(config.save_every):
-                    saved_step = save()
-                if stop.requested(agree=due(config.log_every)):
+                    saved_step = save(behind=True)
+                saver.check()
+                if stop.requested():
                     if saved_step != progress.step:
                         save()
+                    saver.wait()
                     memory.finish(wait=False)
                     say(f"\nstopped at update {progress.step} of {steps} and saved; to go on:\n"
-                        f"  accelerate launch scripts/pretrain.py {shlex.join(arguments)}")
+                        f"  {command_to_go_on(arguments, config.resume)}")
                     return stop.exit_code
             bar.set_postfix_str(log.flush(progress))
             if saved_step != progress.step:

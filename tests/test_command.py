@@ -150,3 +150,14 @@ def test_no_permission(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(BadInput, match="may not be written"):
         check_writable(tmp_path / "a.json")
+
+
+def test_ctrl_c_where_nothing_is_to_save(capsys, monkeypatch):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["x"])
+    with pytest.raises(SystemExit) as end:
+        run_script(interrupted)
+    err = capsys.readouterr().err
+    assert end.value.code == 130 and "interrupted" in err and "Traceback" not in err

@@ -151,9 +151,10 @@ def test_the_resolved_config_is_the_same_run(tmp_path):
 def test_changed_options_are_those_that_make_another_run():
     before = asdict(make_config({"max_steps": 5}))
     how = {"max_steps": 6, "micro_batch_size": 2, "num_workers": 1, "output_dir": "b", "save_every": 3, "keep_last": 5,
-           "log_every": 2, "eval_every": 2, "gradient_checkpointing": "full", "compile": True, "cache_dir": "c"}
+           "log_every": 2, "eval_every": 2, "learning_rate": 0.1,
+           "gradient_checkpointing": "full", "compile": True, "cache_dir": "c"}
     assert changed_options(before, make_config(how)) == []
-    what = {"seed": 1, "learning_rate": 0.1, "dataset": ["x"], "model": "small", "seq_len": 8, "weight_decay": 0.0,
+    what = {"seed": 1, "dataset": ["x"], "model": "small", "seq_len": 8, "weight_decay": 0.0,
             "global_batch_size": 4, "mixed_precision": "bf16", "packing": "padded", "eval_fraction": 0.5}
     assert set(changed_options(before, make_config({"max_steps": 5}, what))) == set(what)
 

@@ -176,7 +176,7 @@ def test_no_permission(job, tmp_path):
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"seed": 1}, ["seed=1", "seed=0"]),  # D2
-    ({"learning_rate": 0.5, "weight_decay": 0.3}, ["learning_rate=0.5", "learning_rate=0.01", "weight_decay=0.3"]),
+    ({"adam_beta1": 0.5, "weight_decay": 0.3}, ["adam_beta1=0.5", "adam_beta1=0.9", "weight_decay=0.3"]),
     ({"hidden_size": 64}, ["hidden_size=64"]),
     ({"global_batch_size": 4}, ["global_batch_size=4", "global_batch_size=8"]),
     ({"mixed_precision": "bf16"}, ["mixed_precision=bf16", "mixed_precision=no"]),
@@ -205,7 +205,7 @@ def test_a_changed_model_or_text_is_refused(tmp_path):
     shutil.rmtree(checkpoint(run, 4))
     before = contents(run)
     job.model.write_text(json.dumps({**SHAPE, "intermediate_size": 128}))
-    assert_refused(job.run(run, max_steps=4), "shape of the model", "another output_dir")
+    assert_refused(job.run(run, max_steps=4), "shape of the model", "intermediate_size=128", "64", "another output_dir")
     job.model.write_text(json.dumps(SHAPE))
     write_corpus(job.corpus, seed=1)
     assert_refused(job.run(run, max_steps=4), "the text, tokenizer or rows", "restore them")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -127,10 +125,11 @@ def prepare(config: RunConfig, vocab_size: int, tokenizer_folder: str | None = N
         check_ids(split.train.ids, padded_vocab_size(vocab_size))
     check_ids(held_out.ids, padded_vocab_size(vocab_size))
     evaluation = make_rows(held_out, config.seq_len)
-    fingerprint = json.dumps([*key, config.eval_fraction, config.packing, config.seq_len])
+    fingerprint = (f"text {key[0]}, tokenizer {key[1]}, eval_fraction {config.eval_fraction}, "
+                   f"rows {config.packing} {config.seq_len}")
     return Data(tokenizer=tokenizer, train=train, evaluation=evaluation if len(evaluation) else None,
                 eval_bytes=held_out.text_bytes if len(evaluation) else 0, report=report,
-                fingerprint=hashlib.blake2b(fingerprint.encode("utf-8"), digest_size=16).hexdigest(),
+                fingerprint=fingerprint,
                 seq_len=config.seq_len, packing=config.packing, pad_id=pad_token_id(tokenizer),
                 end_id=int(tokenizer.eos_token_id), begin_id=begin_token_id(tokenizer),
                 document_mask=config.document_mask)

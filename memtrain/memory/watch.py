@@ -22,7 +22,7 @@ from memtrain.memory.ledger import PHASES, Work
 from memtrain.memory.tracker import Tracker
 from memtrain.model.presets import LlamaConfig
 from memtrain.options import RunConfig, parse_bytes
-from memtrain.training.checkpoint import last_good, stop_when_refused
+from memtrain.training.checkpoint_files import last_good, stop_when_refused
 from memtrain.training.finish import evaluate_data
 from memtrain.training.metrics import peak_bytes
 from memtrain.training.out_of_memory import detail_of, free_failed_try, is_out_of_memory, phase_of, recipe

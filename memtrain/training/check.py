@@ -8,9 +8,13 @@ from pathlib import Path
 
 from memtrain.command import BadInput
 from memtrain.config import changed_options, read_recipe
-from memtrain.data.corpus import source_problems
+from memtrain.data.corpus import find_sources, source_problems
 from memtrain.model.presets import LlamaConfig, model_config
 from memtrain.options import RunConfig
+
+LOCK_NAME = ".lock"
+# what a run that was killed at its very start has left
+FIRST_FILES = {LOCK_NAME, ".stopped", "config.yaml.tmp"}
 
 
 def launch_precision(config: RunConfig) -> str:
@@ -21,7 +25,8 @@ def launch_precision(config: RunConfig) -> str:
 def check_run(config: RunConfig, num_processes: int) -> LlamaConfig:
     """The shape of the run's model. Raises one BadInput with a line for every problem found."""
     shape, problems = computation_problems(config, num_processes)
-    problems += source_problems(config) + output_problems(config) + tracker_problems(config)
+    problems += source_problems(config) + output_problems(config) + tracker_problems(config) + save_problems(config)
+    problems += hub_problems(config)
     if problems or shape is None:
         raise BadInput("\n".join(problems))
     return shape
@@ -55,6 +60,27 @@ def batch_problems(config: RunConfig, num_processes: int) -> list[str]:
     return []
 
 
+def is_sharded() -> bool:
+    """Whether Accelerate shards parameters over the processes."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def hub_problems(config: RunConfig) -> list[str]:
+    """Options of hub data sets, where none is read."""
+    if any(source.kind == "hub" for source in find_sources(config)[0]) or source_problems(config):
+        return []
+    return [f"{name}={getattr(config, name)} with dataset={' '.join(config.dataset)}: only hub data sets have it; leave it out"
+            for name in ("dataset_config", "dataset_split") if getattr(config, name) != getattr(RunConfig(), name)]
+
+
+def save_problems(config: RunConfig) -> list[str]:
+    """A background save that processes cannot make each for itself."""
+    if config.save_async and is_sharded():
+        return ["save_async=true with FSDP: all processes write their shards together, while they may not train; set "
+                "save_async=false"]
+    return []
+
+
 def in_backward_problems(config: RunConfig, num_processes: int) -> list[str]:
     """What an update within the backward does not go together with (beside clipping, which `config_problems` refuses)."""
     if not config.optimizer_in_backward:
@@ -62,14 +88,13 @@ def in_backward_problems(config: RunConfig, num_processes: int) -> list[str]:
     remedy, found = "or optimizer_in_backward=false", []
     share = config.global_batch_size // num_processes
     # FSDP2 averages a gradient before its hook runs, DistributedDataParallel after
-    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if num_processes > 1 and not sharded:
+    if num_processes > 1 and not is_sharded():
         found.append(f"optimizer_in_backward=true on {num_processes} processes with DistributedDataParallel: a parameter would "
                      f"be updated before its gradients are averaged; start one process, {remedy}")
     elif config.micro_batch_size not in ("auto", share):
         found.append(f"optimizer_in_backward=true needs one micro-batch per update, got "
                      f"{share // int(config.micro_batch_size)}; set micro_batch_size={share}, {remedy}")
-    if num_processes > 1 and sharded and config.head_in_blocks:
+    if num_processes > 1 and is_sharded() and config.head_in_blocks:
         found.append(f"head_in_blocks=true on {num_processes} processes: each holds a part of the rows only; set "
                      "head_in_blocks=false")
     if launch_precision(config) == "fp16":
@@ -133,7 +158,7 @@ def output_problems(config: RunConfig) -> list[str]:
         return [f"output_dir={path}: {existing} is a file; choose a folder"]
     if not os.access(existing, os.W_OK | os.X_OK):
         return [f"output_dir={path}: no permission to write in {existing}; choose another folder"]
-    if not path.exists() or not any(path.iterdir()):
+    if not path.exists() or {entry.name for entry in path.iterdir()} <= FIRST_FILES:
         return []
     try:
         before = read_recipe(str(path / "config.yaml")) if (path / "config.yaml").exists() else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import sys
@@ -12,10 +11,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from accelerate import Accelerator
+from accelerate.utils import load
 
 from memtrain.command import BadInput, TrainingStopped
 from memtrain.config import changed_options, read_recipe
@@ -25,17 +26,29 @@ from memtrain.model.huggingface import load_model, load_weights
 from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig
 from memtrain.optim.low_memory import local_tensor
-from memtrain.options import RunConfig
+from memtrain.options import SAID_WHEN_CHANGED, RunConfig
+from memtrain.training.agreement import everywhere, on_main_only
+from memtrain.training.checkpoint_files import (
+    PARTIAL,
+    RUN_STATE,
+    WRITE_ERRORS,
+    checkpoint_name,
+    checkpoint_problem,
+    clear_leftovers,
+    last_good,
+    newest_complete,
+    prune,
+    publish,
+    seal,
+    set_aside_newer,
+    stop_when_refused,
+)
 from memtrain.training.disk import require_space
 from memtrain.training.load import load_state
-from memtrain.training.out_of_memory import RECIPE, is_out_of_memory, words
+from memtrain.training.out_of_memory import RECIPE, words
 from memtrain.training.progress import Progress
 from memtrain.training.step import TrainState
 
-RUN_STATE = "run_state.json"
-PARTIAL = ".partial-"
-# torch and safetensors report a full disk by errors of their own
-WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 LIBRARIES = ("memtrain", "torch", "accelerate", "transformers", "datasets")
 
 
@@ -49,7 +62,9 @@ class RunState:
     model: dict[str, Any]
     data: str
     files: dict[str, int] = field(default_factory=dict)
+    checksums: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    evaluated: tuple[int, float] | None = None  # (update, loss) of the last evaluation
     asked: dict[str, Any] = field(default_factory=dict)  # of `config`, before memory ran out and it was made smaller
 
     @property
@@ -57,163 +72,156 @@ class RunState:
         return LlamaConfig(**self.model)
 
 
-def checkpoint_name(step: int) -> str:
-    return f"step-{step:08d}"
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
 
 
 def new_run_state(config: RunConfig, shape: LlamaConfig, data: Data, world_size: int,
                   progress: Progress | None = None) -> RunState:
     """What checkpoints of this run will say of themselves."""
-    versions = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
-    return RunState(progress or Progress(), world_size, asdict(config), asdict(shape), data.fingerprint, versions=versions)
+    return RunState(progress or Progress(), world_size, asdict(config), asdict(shape), data.fingerprint, versions=versions())
 
 
-def save_checkpoint(state: TrainState, run: RunState, tokenizer: Any, folder: Path, keep_last: int) -> Path:
-    """Write `folder/step-...`: first under a temporary name, then flushed, verified and renamed; only then are all but the
-    newest `keep_last` removed. Every process calls it. Raises TrainingStopped if the disk refuses; older checkpoints stay."""
+def check_weights(state: TrainState, run: RunState, folder: Path) -> None:
+    """Raises TrainingStopped, on all processes, if a weight is not finite on any: such weights are never saved."""
     accelerator = state.accelerator
-    final = folder / checkpoint_name(run.progress.step)
-    partial = folder / (PARTIAL + final.name)
     # smallest and largest show nan and infinity, and take no copy of a parameter (a sum in float32 would)
     bounds = [bound.float() for parameter in state.model.parameters()
               for bound in local_tensor(parameter.detach()).aminmax()]
-    if not torch.stack(bounds).isfinite().all():
+    finite = torch.stack(bounds).isfinite().all().int()
+    if int(accelerator.reduce(finite, "sum")) < accelerator.num_processes:
         raise TrainingStopped(f"update {run.progress.step}: weights are not finite and were not saved; "
                               f"{last_good(folder)}; lower learning_rate")
-    try:
-        if accelerator.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)
-            require_space(state, folder)
-            partial.mkdir(parents=True)
-        accelerator.wait_for_everyone()
-        accelerator.save_state(str(partial), safe_serialization=True)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            tokenizer.save_pretrained(partial / "tokenizer")
-            _seal(partial, run)
-            replaced = folder / (PARTIAL + "replaced")
-            shutil.rmtree(replaced, ignore_errors=True)
-            if final.exists():  # the same step, saved before a resume from an older one
-                os.replace(final, replaced)
-            os.replace(partial, final)
-            shutil.rmtree(replaced, ignore_errors=True)
-            _flush(folder)
-            for old in complete_checkpoints(folder)[0][:-keep_last]:
-                shutil.rmtree(old)
-    except WRITE_ERRORS as error:
-        if accelerator.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)
-        with stop_when_refused(final, folder):
-            raise error
-    accelerator.wait_for_everyone()
+
+
+def save_checkpoint(state: TrainState, run: RunState, tokenizer: Any, folder: Path, keep_last: int,
+                    keep_best: bool = False) -> Path:
+    """Write `folder/step-...`: first under a temporary name, then flushed, verified and renamed; only then do older ones go.
+    Every process calls it. Raises TrainingStopped, on all of them, if the disk refuses; older checkpoints stay."""
+    accelerator = state.accelerator
+    check_weights(state, run, folder)
+    final = folder / checkpoint_name(run.progress.step)
+    with partial_folder(state, final) as partial:
+        everywhere(accelerator, lambda: accelerator.save_state(str(partial), safe_serialization=True), WRITE_ERRORS)
+
+        def finish() -> None:
+            if accelerator.is_main_process:
+                complete(partial, final, asdict(run), tokenizer, keep_last, keep_best)
+
+        everywhere(accelerator, finish, WRITE_ERRORS)
     return final
 
 
-def _seal(partial: Path, run: RunState) -> None:
-    """Flush every file, note its size, and write run_state.json last: its presence says that all is there."""
-    files = {}
-    for path in sorted(partial.rglob("*")):
-        _flush(path)
-        if path.is_file():
-            files[str(path.relative_to(partial))] = path.stat().st_size
-    run.files = files
-    path = partial / RUN_STATE
-    path.write_text(json.dumps(asdict(run), indent=1), encoding="utf-8")
-    _flush(path)
-    _flush(partial)
-    if problem := checkpoint_problem(partial):
-        raise OSError(problem)
+@contextmanager
+def partial_folder(state: TrainState, final: Path) -> Iterator[Path]:
+    """An empty folder beside `final` for all processes; removed, and TrainingStopped raised, where the disk refuses."""
+    accelerator = state.accelerator
+    partial = final.with_name(PARTIAL + final.name)
 
+    def make() -> None:
+        if accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+            require_space(state, final.parent)
+            partial.mkdir(parents=True)
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        everywhere(accelerator, make, WRITE_ERRORS)
+        yield partial
+    except WRITE_ERRORS as error:
+        if accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+        with stop_when_refused(final, final.parent):
+            raise error
 
 
-def read_run_state(checkpoint: Path) -> RunState:
-    """Raises BadInput if `checkpoint` is none, or is incomplete."""
-    if problem := checkpoint_problem(checkpoint):
+def complete(partial: Path, final: Path, run: dict[str, Any], tokenizer: Any, keep_last: int, keep_best: bool) -> None:
+    """Make a checkpoint of what Accelerate wrote to `partial`. One process calls it."""
+    tokenizer.save_pretrained(partial / "tokenizer")
+    seal(partial, run)
+    publish(partial, final)
+    config = RunConfig(**run["config"])
+    prune(final.parent, keep_last, keep_best, lambda other: other["model"] == run["model"] and other["data"] == run["data"]
+          and not changed_options(other["config"], config))
+
+
+def read_run_state(checkpoint: Path, contents: bool = False) -> RunState:
+    """Raises BadInput if `checkpoint` is none, or is incomplete (`contents`: down to the bytes of its files)."""
+    if problem := checkpoint_problem(checkpoint, contents):
         raise BadInput(f"{checkpoint}: {problem}; choose a complete checkpoint")
     values = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
-    return RunState(**{**values, "progress": Progress(**values["progress"])})
-
-
-def checkpoint_problem(checkpoint: Path) -> str | None:
-    """Why a folder is no complete checkpoint, or None."""
     try:
-        files = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"no readable {RUN_STATE}"
-    for name, size in files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-    return None
+        return RunState(**{**values, "progress": Progress(**values["progress"])})
+    except TypeError as error:
+        raise BadInput(f"{checkpoint}: {RUN_STATE} is of another version ({error}); choose another checkpoint") from None
 
 
-def complete_checkpoints(folder: Path) -> tuple[list[Path], list[str]]:
-    """(complete checkpoints, oldest first; a line for every folder that is not one)."""
-    complete, ignored = [], []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.name.startswith(PARTIAL):
-            ignored.append(f"{path}: ignored, its writing did not end")
-        elif path.name.startswith("step-"):
-            problem = checkpoint_problem(path)
-            if problem is None:
-                complete.append(path)
-            else:
-                ignored.append(f"{path}: ignored, {problem}")
-    return complete, ignored
+def choose_checkpoint(config: RunConfig, shape: LlamaConfig, data: str, accelerator: Accelerator
+                      ) -> tuple[Path | None, RunState | None]:
+    """The checkpoint to go on from, by `config.resume`, and what it is of. What killed writers left is cleared away first.
+    Every process calls it. Raises BadInput."""
+    chosen = on_main_only(accelerator, lambda: _choose(config, shape, data, accelerator.print))
+    return chosen, None if chosen is None else read_run_state(chosen)
 
 
-@contextmanager
-def stop_when_refused(path: Path, folder: Path) -> Iterator[None]:
-    """TrainingStopped where the disk refuses to take `path`; it names the newest complete checkpoint in `folder`."""
-    try:
-        yield
-    except WRITE_ERRORS as error:
-        if is_out_of_memory(error):  # no disk refused
-            raise
-        raise TrainingStopped(f"{path}: could not be written ({' '.join(str(error).split())[:200]}); {last_good(folder)}; "
-                              "free some space and run the same command") from error
+def _choose(config: RunConfig, shape: LlamaConfig, data: str, say: Callable[[str], Any]) -> Path | None:
+    output = Path(config.output_dir).expanduser()
+    clear_leftovers(output, say)
+    refused: list[list[str]] = []
+    passed_over: list[str] = []
 
+    def problem(path: Path) -> str | None:
+        try:
+            found = resume_problems(read_run_state(path), config, shape, data)
+        except BadInput as error:
+            found = [str(error)]
+        if found:
+            refused.append(found)
+        return f"written by another run ({found[0]})" if found else None
 
-def last_good(folder: Path) -> str:
-    """The newest complete checkpoint, in words."""
-    complete = complete_checkpoints(folder)[0]
-    return f"the last good checkpoint is {complete[-1]}" if complete else "there is no good checkpoint yet"
-
-
-def choose_checkpoint(config: RunConfig, output: Path, say: Callable[[str], Any]) -> tuple[Path | None, RunState | None]:
-    """The checkpoint to go on from, by `config.resume`, and what it is of. Raises BadInput."""
-    if config.resume not in ("auto", "none"):
-        path = Path(config.resume).expanduser()
-        return path, read_run_state(path)
-    complete, ignored = complete_checkpoints(output / "checkpoints")
-    for line in ignored:
+    folder = output / "checkpoints"
+    given = None if config.resume in ("auto", "none") else Path(config.resume).expanduser()
+    if given is not None and (reason := checkpoint_problem(given, contents=True) or problem(given)):
+        raise BadInput("\n".join(refused[0]) if refused else
+                       f"resume={given}: {reason}; choose a complete checkpoint, or resume=auto")
+    if given is not None and given.resolve().parent == folder.resolve():
+        chosen: Path | None = given  # back to it: newer ones are set aside
+    else:  # a run that started from another's checkpoint goes on from its own
+        chosen = newest_complete(folder, passed_over.append, problem) or given
+    if chosen is None and refused:
+        raise BadInput("\n".join(refused[0]))
+    for line in passed_over:
         say(line)
-    if not complete:
-        return None, None
-    if config.resume == "none":
-        raise BadInput(f"resume=none: {output} holds {complete[-1].name}, which a new run would write over; set resume=auto, "
+    if chosen is not None and config.resume == "none":
+        raise BadInput(f"resume=none: {output} holds {chosen.name}, which a new run would write over; set resume=auto, "
                        "or another output_dir")
-    return complete[-1], read_run_state(complete[-1])
+    if chosen is not None:
+        set_aside_newer(folder, read_run_state(chosen).progress.step, say)
+    return chosen
 
 
 def resume_problems(run: RunState, config: RunConfig, shape: LlamaConfig, data: str) -> list[str]:
     """What makes a run another one than that which saved its checkpoint, a line each."""
     found = [f"{name}={getattr(config, name)}: the checkpoint was trained with {name}={run.config[name]}; set that, or "
              "another output_dir" for name in changed_options(run.config, config)]
-    if not found and run.shape != shape:
-        found.append("the shape of the model is not the checkpoint's; use the model it was trained with, or another output_dir")
+    if not found:
+        now = asdict(shape)
+        found += [f"the shape of the model has {name}={now[name]}, the checkpoint's {run.model.get(name)}; use the model it "
+                  "was trained with, or another output_dir" for name in now if run.model.get(name) != now[name]]
     if not found and run.data != data:
-        found.append("the text, tokenizer or rows are not those the checkpoint was trained on; restore them, or choose "
-                     "another output_dir")
+        found.append(f"the text, tokenizer or rows are not those the checkpoint was trained on (now {data}; then {run.data}); "
+                     "restore them, or choose another output_dir")
+    return found
+
+
+def resume_notes(run: RunState, config: RunConfig, num_processes: int) -> list[str]:
+    """What a run that goes on does otherwise than the one that wrote its checkpoint, a line each."""
+    found = [f"{name} was {run.config[name]} and is now {getattr(config, name)}" for name in SAID_WHEN_CHANGED
+             if run.config.get(name) != getattr(config, name)]
+    found += [f"{name} was {before} and is now {versions()[name]}: the last bits may differ"
+              for name, before in run.versions.items() if name in ("torch", "python") and versions()[name] != before]
+    if run.world_size != num_processes:
+        found.append(f"saved by {run.world_size} process(es), going on with {num_processes}: updates keep their samples; the "
+                     "random numbers of dropout cannot be kept, and sums may round otherwise")
     return found
 
 
@@ -232,12 +240,25 @@ def keep_fitted(config: RunConfig, asked: dict[str, Any], run: RunState, num_pro
 def load_checkpoint(state: TrainState, checkpoint: Path, run: RunState, say: Callable[[str], Any]) -> None:
     """Put model, optimizer, schedule, scaler and random numbers back; `say` what could not be kept."""
     accelerator = state.accelerator
-    load_state(accelerator, checkpoint)
-    # load_state goes on without a word where one is missing
+    schedule = state.scheduler.scheduler
+    rates = schedule.base_lrs  # of the options, which may have changed
+    own = checkpoint / f"random_states_{accelerator.process_index}.pkl"
+    try:
+        load_state(accelerator, checkpoint)
+        # it goes on without a word where random numbers are missing, or cannot be read
+        random_state = load(own)["torch_manual_seed"] if own.exists() else torch.get_rng_state()
+    except UnpicklingError as error:  # all parts load with weights_only
+        raise BadInput(f"{checkpoint}: holds what is no tensor or number ({str(error).splitlines()[0][:150]}); remove it if "
+                       "you did not save it") from None
+    schedule.base_lrs = rates
+    schedule._last_lr = [rate * factor(schedule.last_epoch) for rate, factor in zip(rates, schedule.lr_lambdas, strict=True)]
+    for group, rate, now in zip(state.optimizer.param_groups, rates, schedule._last_lr, strict=True):
+        group["initial_lr"], group["lr"] = rate, now
     if missing := [str(rank) for rank in range(accelerator.num_processes)
                    if not (checkpoint / f"random_states_{rank}.pkl").exists()]:
-        say(f"{checkpoint}: holds no random state for process {', '.join(missing)} (saved by {run.world_size} process(es)); "
-            "dropout draws anew from the seed")
+        say(f"{checkpoint}: holds no random state for process {', '.join(missing)}; dropout draws anew from the seed")
+    if not torch.equal(random_state, torch.get_rng_state()):
+        raise BadInput(f"{own}: its random state could not be set; remove {checkpoint} to go on from an older one")
 
 
 @dataclass
@@ -259,13 +280,10 @@ def open_model(source: str) -> Opened:
     """The model of a checkpoint, of a run's folder (its newest complete checkpoint), or of a Llama folder or hub id of
     transformers. Raises BadInput."""
     path = Path(source).expanduser()
-    complete, ignored = complete_checkpoints(path / "checkpoints")
-    for line in ignored:
-        print(line, file=sys.stderr)
-    if complete:
-        path = complete[-1]
+    newest = newest_complete(path / "checkpoints", lambda line: print(line, file=sys.stderr))
+    path = newest or path
     if (path / RUN_STATE).exists() or path.name.startswith(("step-", PARTIAL)):
-        run = read_run_state(path)
+        run = read_run_state(path, contents=newest is None)
         model = LlamaForCausalLM(run.shape)
         load_weights(model, str(path))
         return Opened(path, model.eval(), load_tokenizer(str(path / "tokenizer")), run.config)

@@ -20,7 +20,8 @@ from memtrain.model.huggingface import export
 from memtrain.model.presets import LlamaConfig
 from memtrain.options import RunConfig
 from memtrain.training.check import precision_problems
-from memtrain.training.checkpoint import Opened, stop_when_refused
+from memtrain.training.checkpoint import Opened
+from memtrain.training.checkpoint_files import stop_when_refused
 from memtrain.training.metrics import evaluation_metrics
 from memtrain.training.step import TrainState, evaluate, micro_batch_size, on_main_first
 

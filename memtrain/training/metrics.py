@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from memtrain.command import TrainingStopped
-from memtrain.training.checkpoint import last_good, stop_when_refused
+from memtrain.training.checkpoint_files import flush, last_good, stop_when_refused
 from memtrain.training.progress import Progress
 from memtrain.training.step import StepResult
 
@@ -76,6 +76,7 @@ class TrainLog:
                 kept.append(line + "\n")
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
+        flush(temporary)
         os.replace(temporary, self.path)
 
     def start_clock(self) -> None:
@@ -115,6 +116,13 @@ class TrainLog:
                                       f"finite; nothing was saved after it, {last_good(self.path.parent / 'checkpoints')}; "
                                       "lower learning_rate, or look at the data")
         return f"loss {rows[-1]['loss']:.3f}, {speed:,.0f} tokens/s"
+
+    def sync(self, progress: Progress) -> None:
+        """`flush`, down to the disk: before a checkpoint of which these rows are the past."""
+        self.flush(progress)
+        if self.accelerator.is_main_process and self.path.exists():
+            with stop_when_refused(self.path, self.path.parent / "checkpoints"):
+                flush(self.path)
 
     def write_evaluation(self, step: int, metrics: dict[str, float] | None) -> None:
         if metrics is not None:

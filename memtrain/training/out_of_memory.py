@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,8 +31,9 @@ RECIPE = ("micro_batch_size", "gradient_checkpointing", "checkpointed_layers", "
 NEXT_CHECKPOINTING = {"none": "selective", "selective": "full", "selective_deep": "full"}
 SMALLEST_CHUNK_TOKENS = 16  # fewer save next to nothing and cost a product each
 # functions in which memory ran out -> phase; the outermost counts
-PHASE_OF = {"build": "init", "load_checkpoint": "load", "save_checkpoint": "save", "finish": "save", "evaluate": "evaluate",
-            "forward_loss": "forward", "backward": "backward", "clip_grad_norm_": "optimizer", "optimizer_step": "optimizer"}
+PHASE_OF = {"build": "init", "load_checkpoint": "load", "save_checkpoint": "save", "_save_behind": "save", "finish": "save",
+            "evaluate": "evaluate", "forward_loss": "forward", "backward": "backward", "clip_grad_norm_": "optimizer",
+            "optimizer_step": "optimizer"}
 
 
 class OutOfMemory(TrainingStopped):
@@ -228,7 +229,8 @@ def end_together(accelerator: Accelerator, folder: Path) -> Iterator[None]:
     try:
         yield
     except TrainingStopped as error:
-        note.write_text(str(error), encoding="utf-8")
+        with suppress(OSError):  # of a full disk all were told already
+            note.write_text(str(error), encoding="utf-8")
         raise
     except RuntimeError as error:
         if not note.exists():

@@ -69,8 +69,9 @@ class Steps:
     def resume(self, named: Callable[[str], Any]) -> None:
         """Go on from the checkpoint that `run` left."""
         from memtrain.training import checkpoint as checkpoints
+        from memtrain.training.checkpoint_files import complete_checkpoints
         from memtrain.training.step import build, make_accelerator, train_step
-        path, = checkpoints.complete_checkpoints(self.folder / "checkpoints")[0]
+        path, = complete_checkpoints(self.folder / "checkpoints")
         with named("load"):
             self.state = build(self.config, self.shape, make_accelerator(self.config), 10)
             checkpoints.load_checkpoint(self.state, path, checkpoints.read_run_state(path), print)

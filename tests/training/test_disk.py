@@ -84,7 +84,7 @@ def test_not_enough_before_the_start(make_state, tmp_path, monkeypatch):
 
 def test_not_enough_for_the_next_checkpoint(make_state, tmp_path, monkeypatch):
     from memtrain.training import disk
-    from memtrain.training.checkpoint import complete_checkpoints
+    from memtrain.training.checkpoint_files import complete_checkpoints
 
     state = make_state()
     train(state)
@@ -92,7 +92,7 @@ def test_not_enough_for_the_next_checkpoint(make_state, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=disk.checkpoint_bytes(state) - 1))
     with pytest.raises(TrainingStopped, match=f"bytes, and .* are free.*the last good checkpoint is {re.escape(str(first))}"):
         save(state, tmp_path)
-    assert complete_checkpoints(tmp_path) == ([first], [])
+    assert complete_checkpoints(tmp_path) == [first]
 
 
 @pytest.fixture

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-WORKER = """
+import pytest
+from jobs import ROOT, end_all, environment, ranks
+
+START = """
 import json, os, sys
 from pathlib import Path
 
@@ -47,8 +50,10 @@ def make():
     return build(config, shape, accelerator(), total_steps=9)
 
 
-ids = torch.randint(0, 97, (2, 17), generator=torch.Generator().manual_seed(0))
+ids = torch.randint(0, 97, (2, 17), generator=torch.Generator().manual_seed(int(os.environ["RANK"])))
 batch = {"input_ids": ids[:, :-1], "targets": ids[:, 1:]}
+"""
+WORKER = START + """
 state = make()
 losses = [train_step(state, Update([batch], 32, 2, 2)).loss_sum.item() for _ in range(2)]
 held = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
@@ -70,6 +75,51 @@ torch.distributed.destroy_process_group()
 """
 
 
+# D8: saved at updates 0, 1 and 3 by our own writer, loaded by a run built anew, which goes on bit for bit
+CHECKPOINTS = START + """
+from dataclasses import asdict
+from types import SimpleNamespace
+
+from memtrain.options import RunConfig
+from memtrain.training.checkpoint import RunState, load_checkpoint, save_checkpoint
+from memtrain.training.progress import Progress
+
+count = 32 * int(os.environ["WORLD_SIZE"])
+tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+
+
+def contents(state):
+    local = [parameter.to_local().clone() for parameter in state.model.parameters()]
+    return [*local, torch.tensor(state.scheduler.get_last_lr()), torch.get_rng_state()]
+
+
+def train(state):
+    loss = train_step(state, Update([batch], count, 2, 2)).loss_sum
+    torch.rand(1)  # as dropout would
+    return loss
+
+
+state, saved, after, found = make(), {}, {}, []
+for step in range(5):
+    if step in (0, 1, 3):
+        run = RunState(Progress(step=step), int(os.environ["WORLD_SIZE"]), asdict(RunConfig()), {}, "")
+        saved[step] = (save_checkpoint(state, run, tokenizer, folder / "checkpoints", 9), run, contents(state))
+    loss = train(state)
+    after[step] = [loss, *contents(state)]
+sharded = all(isinstance(parameter, DTensor) for parameter in state.model.parameters())
+for step, (path, run, before) in saved.items():
+    state.accelerator.free_memory()
+    from accelerate.state import AcceleratorState, GradientState
+    state = make()
+    load_checkpoint(state, path, run, print)
+    equal = all(map(torch.equal, before, contents(state)))
+    loss = train(state)
+    found.append([step, equal, all(map(torch.equal, after[step], [loss, *contents(state)]))])
+(folder / f"result.{os.environ['RANK']}").write_text(json.dumps({"sharded": sharded, "found": found}))
+torch.distributed.destroy_process_group()
+"""
+
+
 def run_worker(folder: Path, precision: str) -> dict:
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
                                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
@@ -78,6 +128,23 @@ def run_worker(folder: Path, precision: str) -> dict:
                           capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_sharded_checkpoints_go_on_bit_for_bit(tmp_path, world_size):
+    extras = ranks(2) if world_size == 2 else [{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                                                "MASTER_PORT": "0"}]
+    command = [sys.executable, "-c", CHECKPOINTS, str(ROOT), str(tmp_path), "no"]
+    logs = [(tmp_path / f"log.{rank}").open("wb") for rank in range(world_size)]
+    processes = [subprocess.Popen(command, env=environment(**extra), stdout=log, stderr=subprocess.STDOUT)
+                 for extra, log in zip(extras, logs, strict=True)]
+    codes = end_all(processes, 120)
+    said = "".join((tmp_path / f"log.{rank}").read_text() for rank in range(world_size))
+    assert codes == [0] * world_size, said
+    for rank in range(world_size):
+        result = json.loads((tmp_path / f"result.{rank}").read_text())
+        assert result["sharded"] and result["found"] == [[step, True, True] for step in (0, 1, 3)], result
+    assert "random state" not in said
 
 
 def test_optimizer_holds_float32_under_bf16(tmp_path):

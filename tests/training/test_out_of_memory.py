@@ -242,7 +242,7 @@ def test_a_save_that_finds_no_memory_blames_no_disk(job, tmp_path, monkeypatch):
     from memtrain.memory import child
     from memtrain.training import checkpoint as checkpoints
 
-    monkeypatch.setattr(checkpoints, "_seal", lambda *arguments: too_much())
+    monkeypatch.setattr(checkpoints, "seal", lambda *arguments: too_much())
     monkeypatch.setattr(child, "ask", lambda *arguments, **more: too_much())  # and neither does what would explain it
     outcome = job.run(tmp_path / "run", max_steps=2)
     last = outcome.problems[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,12 @@ class Pair:
         def train(name, **changes):
             return ["pretrain", job.arguments(folder / name, **changes)]
 
+        def stopped(name):
+            return ["copy", str(folder / "dropout"), str(folder / name), 10]
+
+        def file(name, path):
+            return str(checkpoint(folder / name, 10) / path)
+
         tasks = {
             "two": train("two", **CURVE),
             "two, micro-batch 2": train("two, micro-batch 2", **CURVE, micro_batch_size=2),
@@ -59,6 +66,21 @@ class Pair:
             "one": train("one", **PADDED, dataset=self.one),
             "three rows": train("three rows", global_batch_size=3),
             "non-finite": train("non-finite", learning_rate=1e30, max_grad_norm=None, save_every=1),
+            "background": train("background", **DROPOUT, save_async=True),
+            "another seed": ["pretrain", job.arguments(folder / "dropout", **{**DROPOUT, "max_steps": 21, "seed": 7})],
+            "copy 2": ["copy", str(folder / "dropout"), str(folder / "damaged"), 10],
+            "zeros": ["damage", file("damaged", "optimizer.bin"), "zero"],
+            "damaged": train("damaged", **DROPOUT),
+            "copy 3": stopped("no random state"),
+            "no file": ["damage", file("no random state", "random_states_1.pkl"), "delete"],
+            "no random state": train("no random state", **DROPOUT),
+            **{f"disk full {kind}": ["limited", 160_000, train("full" + kind, **DROPOUT, log_every=99, save_async=kind)[1]]
+               for kind in ("false", "true")},
+            **{f"stopped {rank}": ["stopped", int(number), rank, str(folder / f"stopped {rank}"),
+                                   train(f"stopped {rank}", **{**DROPOUT, "save_every": 1000}, save_async=bool(rank))[1]]
+               for rank, number in ((0, signal.SIGINT), (1, signal.SIGTERM))},
+            **{f"after {rank}": train(f"stopped {rank}", **DROPOUT) for rank in (0, 1)},
+            "held": ["held", str(folder / "held"), train("held", **CURVE)[1]],
             "mean": ["mean of losses", str(folder / "mean.jsonl")],
             **{f"evaluate {size}": ["evaluate", self.evaluation(self.single, size, folder / f"two-{size}.json")]
                for size in BATCHES},
@@ -140,7 +162,60 @@ def test_one_process_goes_on_from_two_and_back(pair, job, tmp_path):
 
 def test_a_process_without_a_random_state_says_so(pair):
     out = "".join(outcome.out for outcome in pair.outcomes["one then two"])
-    assert "no random state for process 1" in out and "saved by 1 process" in out
+    assert "no random state for process 1" in out and "saved by 1 process" in out, out
+
+
+def assert_same_files(one, other, step):
+    left, right = checkpoint(one, step), checkpoint(other, step)
+    names = [sorted(path.name for path in folder.iterdir()) for folder in (left, right)]
+    assert names[0] == names[1] and "random_states_1.pkl" in names[0]
+    for path in left.iterdir():
+        if path.is_file() and path.name != "run_state.json":
+            assert path.read_bytes() == (right / path.name).read_bytes(), path.name
+
+
+def test_background_save_of_two_writes_the_same_files(pair):
+    assert [outcome.code for outcome in pair.outcomes["background"]] == [0, 0], pair.outcomes["background"]
+    for step in (10, 20):  # the last one is not written behind anything
+        assert_same_files(pair.folder / "dropout", pair.folder / "background", step)
+    assert rows(pair.folder / "dropout") == rows(pair.folder / "background")
+
+
+def test_another_seed_is_refused_by_both(pair):
+    """D2."""
+    assert [outcome.code for outcome in pair.outcomes["another seed"]] == [2, 2]
+    assert "seed=7" in pair.outcomes["another seed"][0].err and "seed=0" in pair.outcomes["another seed"][0].err
+
+
+@pytest.mark.parametrize(("name", "reason"), [("damaged", "optimizer.bin is not the file that was saved"),
+                                              ("no random state", "random_states_1.pkl is missing")])
+def test_a_broken_checkpoint_is_passed_over_by_both(pair, name, reason):
+    """D4, D7: none older is left, so both start anew, and it is said."""
+    assert [outcome.code for outcome in pair.outcomes[name]] == [0, 0], pair.outcomes[name]
+    assert reason in pair.outcomes[name][0].out and "going on" not in pair.outcomes[name][0].out
+    assert_same_run(pair.folder / "dropout", pair.folder / name, 20)
+
+
+@pytest.mark.parametrize("kind", ["false", "true"])
+def test_a_full_disk_stops_both(pair, kind):
+    """D5; blocking and behind the training."""
+    outcomes = pair.outcomes[f"disk full {kind}"]
+    assert [outcome.code for outcome in outcomes] == [3, 3], outcomes
+    assert "could not be written" in outcomes[0].err and not any("Traceback" in outcome.err for outcome in outcomes)
+    assert not list((pair.folder / f"full{kind}" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(("rank", "code"), [(0, 130), (1, 143)])
+def test_a_signal_to_one_stops_both_at_the_same_update(pair, rank, code):
+    assert [outcome.code for outcome in pair.outcomes[f"stopped {rank}"]] == [code, code], pair.outcomes[f"stopped {rank}"]
+    assert "to go on:" in pair.outcomes[f"stopped {rank}"][0].out
+    assert [outcome.code for outcome in pair.outcomes[f"after {rank}"]] == [0, 0]
+    assert_same_run(pair.folder / "dropout", pair.folder / f"stopped {rank}", 20)
+
+
+def test_a_folder_in_use_is_refused_by_both(pair):
+    assert [outcome.code for outcome in pair.outcomes["held"]] == [2, 2], pair.outcomes["held"]
+    assert "is training there now" in pair.outcomes["held"][0].err
 
 
 def test_nine_samples_on_two_processes(pair, job, tmp_path):
