@@ -246,7 +246,7 @@ def load_checkpoint(state: TrainState, checkpoint: Path, run: RunState, say: Cal
     try:
         load_state(accelerator, checkpoint)
         # it goes on without a word where random numbers are missing, or cannot be read
-        random_state = load(own)["torch_manual_seed"] if own.exists() else torch.get_rng_state()
+        random_state = load(own)["torch_manual_seed"] if own.exists() else None
     except UnpicklingError as error:  # all parts load with weights_only
         raise BadInput(f"{checkpoint}: holds what is no tensor or number ({str(error).splitlines()[0][:150]}); remove it if "
                        "you did not save it") from None
@@ -257,7 +257,7 @@ def load_checkpoint(state: TrainState, checkpoint: Path, run: RunState, say: Cal
     if missing := [str(rank) for rank in range(accelerator.num_processes)
                    if not (checkpoint / f"random_states_{rank}.pkl").exists()]:
         say(f"{checkpoint}: holds no random state for process {', '.join(missing)}; dropout draws anew from the seed")
-    if not torch.equal(random_state, torch.get_rng_state()):
+    if random_state is not None and not torch.equal(random_state, torch.get_rng_state()):
         raise BadInput(f"{own}: its random state could not be set; remove {checkpoint} to go on from an older one")
 
 
