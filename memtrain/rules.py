@@ -21,6 +21,29 @@ def _budget_problem(c: RunConfig) -> str | bool:
         return f"memory_budget={error}; change --memory_budget"
 
 
+# what int8 weights go together with, and why with nothing else
+WITH_INT8: dict[str, tuple[tuple[object, ...], str, str]] = {
+    "optimizer_in_backward": ((True,), "no gradient of all weights exists", "true"),
+    "head_in_blocks": ((True,), "the head is int8 too, and its gradient never exists whole", "true"),
+    "optimizer": (("adafactor", "apollo"), "only adafactor and apollo update rows of int8", "adafactor"),
+    "gradient_checkpointing": (("none", "full"), "a product comes in blocks, which selective cannot tell apart", "full"),
+    "recomputed_rows": (("all",), "a weight changes with the first group of rows", "all"),
+    "compile": ((False,), "its layers update themselves in the backward", "false"),
+}
+
+
+def _int8_rule(name: str) -> Callable[[RunConfig], object]:
+    allowed, reason, wanted = WITH_INT8[name]
+
+    def problem(c: RunConfig) -> str | bool:
+        value = getattr(c, name)
+        found = str(value).lower() if isinstance(value, bool) else value
+        return c.param_dtype == "int8" and value not in allowed and (
+            f"param_dtype=int8 with {name}={found}: {reason}; set {name}={wanted}, or param_dtype=bfloat16")
+
+    return problem
+
+
 # each returns a line that says found, wanted and remedy, or something false
 RULES: tuple[Callable[[RunConfig], object], ...] = (
     # length and schedule
@@ -73,9 +96,10 @@ RULES: tuple[Callable[[RunConfig], object], ...] = (
     lambda c: c.head_in_blocks and not c.optimizer_in_backward and (
         "head_in_blocks=true with optimizer_in_backward=false: the whole gradient is wanted before any row may change; set "
         "optimizer_in_backward=true, or head_in_blocks=false"),
-    lambda c: c.head_in_blocks and c.optimizer == "adafactor" and (
+    lambda c: c.head_in_blocks and c.optimizer == "adafactor" and c.param_dtype != "int8" and (
         "head_in_blocks=true with optimizer=adafactor: it scales by sums over the whole gradient; set head_in_blocks=false, or "
         "optimizer=adamw_8bit"),
+    *map(_int8_rule, WITH_INT8),
     # evaluations and checkpoints
     lambda c: c.eval_every is not None and c.eval_fraction == 0 and (
         f"eval_every={c.eval_every} with eval_fraction=0: nothing is held out to evaluate on; set eval_fraction above 0, or "

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memtrain.model.loss import UpdateRows, update_rows_at_a_time
+from memtrain.model.layers import UpdateRows
+from memtrain.model.loss import update_rows_at_a_time
 
 
 class Embedding(nn.Embedding):

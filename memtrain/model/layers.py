@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+UpdateRows = Callable[[int, Tensor], None]  # (first row, gradient of the rows from there on)
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from memtrain.model.embedding import Embedding
 from memtrain.model.gradient_checkpointing import POLICIES
-from memtrain.model.layers import Linear, RMSNorm, compute_dtype
-from memtrain.model.loss import UpdateRows, linear_cross_entropy
+from memtrain.model.int8 import Int8Linear
+from memtrain.model.layers import Linear, RMSNorm, UpdateRows, compute_dtype
+from memtrain.model.loss import linear_cross_entropy
 from memtrain.model.offload import offload_activations
 from memtrain.model.presets import LlamaConfig
 
@@ -57,6 +58,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
+MakeLinear = Callable[..., nn.Module]  # of (in_features, out_features, bias=...)
 NOT_OFFLOADED = 2  # layers at the end whose activations stay on the device
 
 
@@ -100,14 +102,14 @@ class Positions:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: LlamaConfig, index: int) -> None:
+    def __init__(self, config: LlamaConfig, index: int, linear: MakeLinear) -> None:
         super().__init__()
         h, c, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.index, self.head_dim, self.dropout = index, c, config.attention_dropout
-        self.q_proj = Linear(h, config.num_attention_heads * c, bias=bias)
-        self.k_proj = Linear(h, config.num_key_value_heads * c, bias=bias)
-        self.v_proj = Linear(h, config.num_key_value_heads * c, bias=bias)
-        self.o_proj = Linear(config.num_attention_heads * c, h, bias=bias)
+        self.q_proj = linear(h, config.num_attention_heads * c, bias=bias)
+        self.k_proj = linear(h, config.num_key_value_heads * c, bias=bias)
+        self.v_proj = linear(h, config.num_key_value_heads * c, bias=bias)
+        self.o_proj = linear(config.num_attention_heads * c, h, bias=bias)
 
     def forward(self, x_NSD: Tensor, at: Positions) -> Tensor:
         n, s, _ = x_NSD.shape
@@ -134,24 +136,24 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (arXiv 2002.05202)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, linear: MakeLinear) -> None:
         super().__init__()
         h, i, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(h, i, bias=bias)
-        self.up_proj = Linear(h, i, bias=bias)
-        self.down_proj = Linear(i, h, bias=bias)
+        self.gate_proj = linear(h, i, bias=bias)
+        self.up_proj = linear(h, i, bias=bias)
+        self.down_proj = linear(i, h, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: LlamaConfig, index: int) -> None:
+    def __init__(self, config: LlamaConfig, index: int, linear: MakeLinear) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, index)
+        self.self_attn = Attention(config, index, linear)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, linear)
 
     def forward(self, x_NSD: Tensor, at: Positions) -> Tensor:
         x_NSD = x_NSD + self.self_attn(self.input_layernorm(x_NSD), at)
@@ -161,11 +163,11 @@ class DecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, decoder layers, last norm."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, linear: MakeLinear) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index, linear) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.offload_activations = False
         self.recomputed_rows: int | None = None
@@ -229,19 +231,22 @@ class LlamaForCausalLM(nn.Module):
 
     Weights start as N(0, initializer_range), biases at 0, norms at 1 (transformers' Llama does the same).
     A tied head has no parameter of its own: the embedding is stored, saved and updated once.
+    int8: linear layers and head (untied) hold int8 weights, from the start.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, int8: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.model = LlamaModel(config)
-        self.lm_head = (None if config.tie_word_embeddings
-                        else nn.Linear(config.hidden_size, config.vocab_size, bias=False))
+        self.model = LlamaModel(config, Int8Linear if int8 else Linear)
+        self.lm_head = (None if config.tie_word_embeddings else
+                        (Int8Linear if int8 else nn.Linear)(config.hidden_size, config.vocab_size, bias=False))
         self.loss_chunk_tokens: int | None = None
         self.update_head_rows: UpdateRows | None = None
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, Int8Linear):
+            module.initialise(self.config.initializer_range)
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -269,6 +274,6 @@ class LlamaForCausalLM(nn.Module):
         """
         hidden_NSD = self.model(input_ids, attention_mask, document_lengths, cache)
         if targets is None:
-            return F.linear(hidden_NSD, self.head_weight)
-        return linear_cross_entropy(hidden_NSD.flatten(0, 1), self.head_weight, targets.flatten(),
-                                    self.loss_chunk_tokens, self.update_head_rows)
+            return F.linear(hidden_NSD, self.head_weight) if self.lm_head is None else self.lm_head(hidden_NSD)
+        return linear_cross_entropy(hidden_NSD.flatten(0, 1), self.head_weight, targets.flatten(), self.loss_chunk_tokens,
+                                    self.update_head_rows, getattr(self.lm_head, "weight_scale", None))

@@ -7,11 +7,14 @@ Shapes in names: T tokens, c tokens of a chunk, D hidden, V vocabulary, b rows o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from memtrain.model.int8 import widened
+from memtrain.model.layers import UpdateRows
 
 IGNORE = -100
 # Each chunk reads and writes the whole gradient of the weight once: it needs enough tokens for the products to outweigh that.
@@ -21,8 +24,6 @@ BLOCK_BYTES = 8 * 2**20  # float32 rows of the weight that are cast, or whose gr
 UPDATE_BYTES = 4 * 2**20  # float32 rows of the weight's gradient, and logits of them, where rows are updated in the backward
 UPDATE_ROWS_MULTIPLE = 256  # whole blocks of an optimizer's low-bit state, whatever the width
 
-UpdateRows = Callable[[int, Tensor], None]
-
 
 def automatic_chunk_tokens(vocab_size: int, device_type: str) -> int:
     """Tokens of a chunk: the more of CHUNK_TOKENS of the device, and as many as fill CHUNK_BYTES with float32 logits."""
@@ -30,7 +31,8 @@ def automatic_chunk_tokens(vocab_size: int, device_type: str) -> int:
 
 
 def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor,
-                         chunk_tokens: int | None = None, update_rows: UpdateRows | None = None) -> Tensor:
+                         chunk_tokens: int | None = None, update_rows: UpdateRows | None = None,
+                         scale_V: Tensor | None = None) -> Tensor:
     """Sum over tokens of -log softmax(hidden @ weight.T)[target]; targets of -100 count nothing.
 
     hidden_TD: float [T, D]; weight_VD: float [V, D]; targets_T: int64 [T]. Under autocast the products run in its
@@ -40,6 +42,7 @@ def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
 
     update_rows(first, grad_bD): where given, the weight gets no gradient. The backward computes the logits of a block of the
     vocabulary once more, and hands over the gradient of those b rows (float32, from row `first` on), which may then change.
+    scale_V: of the rows of an int8 weight, which has no gradient but by update_rows.
     """
     chunk = chunk_tokens or automatic_chunk_tokens(weight_VD.shape[0], hidden_TD.device.type)
     device = hidden_TD.device.type
@@ -49,14 +52,14 @@ def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
         hidden_TD = hidden_TD.to(dtype)
     with torch.autocast(device, enabled=False):
         # inside a Function gradients are always off, and its needs_input_grad ignores no_grad: ask here
-        update_rows = update_rows if torch.is_grad_enabled() and weight_VD.requires_grad else None
-        return _LinearCrossEntropy.apply(hidden_TD, weight_VD, targets_T, chunk, torch.is_grad_enabled(), update_rows)
+        update_rows = update_rows if torch.is_grad_enabled() and (weight_VD.requires_grad or scale_V is not None) else None
+        return _LinearCrossEntropy.apply(hidden_TD, weight_VD, targets_T, chunk, torch.is_grad_enabled(), update_rows, scale_V)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: int,
-                grad_enabled: bool, update_rows: UpdateRows | None) -> Tensor:
+                grad_enabled: bool, update_rows: UpdateRows | None, scale_V: Tensor | None) -> Tensor:
         need_hidden, need_weight = (grad_enabled and need for need in ctx.needs_input_grad[:2])
         need_weight = need_weight and update_rows is None
         dtype, tokens = hidden_TD.dtype, hidden_TD.shape[0]
@@ -70,7 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, tokens, chunk):
             hidden_cD, targets_c = hidden_TD[start:start + chunk], targets_T[start:start + chunk]
             logits_cV = buffer_cV[:hidden_cD.shape[0]]
-            for block, weight_bD in _blocks(weight_VD, dtype):
+            for block, weight_bD in _blocks(weight_VD, scale_V, dtype):
                 _product(hidden_cD, weight_bD.t(), out=logits_cV[:, block])
             real_c = targets_c != IGNORE
             index_c1 = targets_c.where(real_c, 0)[:, None]
@@ -88,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # under the lift, a sum over tokens could pass float16's 65504: take it out before
             divided_cD = hidden_cD if lift == 1.0 else hidden_cD / lift
             grad_hidden_cD = hidden_cD.new_zeros(hidden_cD.shape, dtype=torch.float32)
-            for block, weight_bD in _blocks(weight_VD, dtype):
+            for block, weight_bD in _blocks(weight_VD, scale_V, dtype):
                 grad_cb = grad_cV[:, block].to(dtype)
                 if need_hidden:
                     grad_hidden_cD += grad_cb @ weight_bD
@@ -96,7 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     _add_product(grad_weight_VD[block], grad_cb.t(), divided_cD)
             if grad_hidden_TD is not None:
                 grad_hidden_TD[start:start + chunk] = grad_hidden_cD
-        ctx.grads, ctx.lift, ctx.update_rows = (grad_hidden_TD, grad_weight_VD), lift, update_rows
+        ctx.grads, ctx.lift, ctx.update_rows, ctx.scale_V = (grad_hidden_TD, grad_weight_VD), lift, update_rows, scale_V
         if update_rows is not None:
             ctx.save_for_backward(hidden_TD, weight_VD, targets_T, log_sum_T)
         return total
@@ -115,9 +118,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.update_rows is not None:
             hidden_TD, weight_VD, targets_T, log_sum_T = ctx.saved_tensors
             scale_T = grad_output * (targets_T != IGNORE)
-            for first, grad_bD in _weight_gradient_blocks(hidden_TD, weight_VD, targets_T, log_sum_T, scale_T):
+            for first, grad_bD in _weight_gradient_blocks(hidden_TD, weight_VD, ctx.scale_V, targets_T, log_sum_T, scale_T):
                 ctx.update_rows(first, grad_bD)
-        return grad_hidden_TD, grad_weight_VD, None, None, None, None
+        return grad_hidden_TD, grad_weight_VD, None, None, None, None, None
 
 
 def update_rows_at_a_time(weight_VD: Tensor) -> int:
@@ -125,13 +128,14 @@ def update_rows_at_a_time(weight_VD: Tensor) -> int:
     return max(1, UPDATE_BYTES // (4 * weight_VD.shape[1] * UPDATE_ROWS_MULTIPLE)) * UPDATE_ROWS_MULTIPLE
 
 
-def _weight_gradient_blocks(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, log_sum_T: Tensor,
-                            scale_T: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _weight_gradient_blocks(hidden_TD: Tensor, weight_VD: Tensor, scale_V: Tensor | None, targets_T: Tensor,
+                            log_sum_T: Tensor, scale_T: Tensor) -> Iterator[tuple[int, Tensor]]:
     """(first row, float32 gradient of the rows of a block). A block's rows may change once its gradient is out."""
     rows = update_rows_at_a_time(weight_VD)
     tokens = max(1, UPDATE_BYTES // (4 * rows))
     for first in range(0, weight_VD.shape[0], rows):
-        weight_bD = weight_VD[first:first + rows].to(hidden_TD.dtype)
+        block = slice(first, first + rows)
+        weight_bD = widened(weight_VD[block], None if scale_V is None else scale_V[block], hidden_TD.dtype)
         grad_bD = torch.zeros(weight_bD.shape, dtype=torch.float32, device=weight_VD.device)
         for start in range(0, hidden_TD.shape[0], tokens):
             chunk = slice(start, start + tokens)
@@ -144,13 +148,13 @@ def _weight_gradient_blocks(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Ten
         yield first, grad_bD
 
 
-def _blocks(weight_VD: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _blocks(weight_VD: Tensor, scale_V: Tensor | None, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Rows of the weight in `dtype`, a block at a time, so that no cast copy of the whole exists. In float32 there is
     nothing to cast and no narrower result to widen: one block."""
-    rows = weight_VD.shape[0] if dtype == torch.float32 else max(1, BLOCK_BYTES // (4 * weight_VD.shape[1]))
+    rows = weight_VD.shape[0] if weight_VD.dtype == dtype == torch.float32 else max(1, BLOCK_BYTES // (4 * weight_VD.shape[1]))
     for start in range(0, weight_VD.shape[0], rows):
         block = slice(start, start + rows)
-        yield block, weight_VD[block].to(dtype)
+        yield block, widened(weight_VD[block], None if scale_V is None else scale_V[block], dtype)
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor) -> None:

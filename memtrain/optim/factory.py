@@ -20,12 +20,14 @@ OPTIMIZERS = {
     "adamw_4bit": ("adamw", 4),
     "adafactor": ("adafactor", 32),
     "lion_8bit": ("lion", 8),
+    "apollo": ("apollo", 32),
 }
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups: matrices, which decay, and one-dimensional parameters (norms, biases), which do not."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # int8 matrices have no gradient: their layers hand it over by rows
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad or parameter.dtype == torch.int8]
     matrices = [parameter for parameter in trainable if parameter.dim() >= 2]
     vectors = [parameter for parameter in trainable if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -59,6 +61,8 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer
         # fused: one pass over memory and no temporaries (foreach needs several copies of all parameters)
         return FusedAdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
     rule, bits = OPTIMIZERS[config.optimizer]
+    if rule == "adafactor" and config.param_dtype == "int8":
+        rule = "adafactor_rows"
     return LowMemoryOptimizer(groups, rule=rule, state_bits=bits, lr=config.learning_rate, betas=betas, eps=config.adam_eps,
                               seed=config.seed)
 
@@ -72,12 +76,14 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            parameter.register_post_accumulate_grad_hook(update)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(update)
 
 
-def rows_updater(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Callable[[int, Tensor], None]:
-    """(first row, gradient of the rows from there on) -> an update of these rows of `parameter`."""
+def rows_updater(optimizer: torch.optim.Optimizer, parameter: Tensor, scale: Tensor | None = None
+                 ) -> Callable[[int, Tensor], None]:
+    """(first row, gradient of the rows from there on) -> an update of these rows of `parameter`. scale: of an int8 one."""
     def update(first: int, grad: Tensor) -> None:
-        optimizer.step(rows=Rows(parameter, first, grad))  # type: ignore[call-overload]
+        optimizer.step(rows=Rows(parameter, first, grad, scale))  # type: ignore[call-overload]
 
     return update

@@ -86,15 +86,28 @@ STATE_CODES: dict[int, tuple[Code, Code] | tuple[None, None]] = {
     4: (Code(2, 1, True, 128), Code(2, 2, False, 128))}
 
 
-def noise_bits(start: int, stop: int, seed: int, device: torch.device) -> Tensor:
-    """int32 [stop - start] of NOISE_BITS uniform bits: a multiply-xorshift hash of position and seed (62 bits)."""
+def _hash(start: int, stop: int, seed: int, device: torch.device) -> Tensor:
+    """int32 [stop - start]: a multiply-xorshift hash of position and seed (62 bits), whose high bits are the best."""
     bits = torch.arange(start, stop, dtype=torch.int32, device=device)
     # one key before and one within the hash: two seeds share no stretch of noise
     for multiplier, shift, key in ((0x7FEB352D, 15, seed >> 31), (-0x7B935975, 16, seed & 0x7FFFFFFF), (0x2C1B3C6D, 15, 0)):
         bits ^= key
         bits ^= (bits >> shift) & ((1 << (32 - shift)) - 1)  # a logical shift
         bits *= multiplier
+    return bits
+
+
+def noise_bits(start: int, stop: int, seed: int, device: torch.device) -> Tensor:
+    """int32 [stop - start] of NOISE_BITS uniform bits."""
+    bits = _hash(start, stop, seed, device)
     return (bits >> (32 - NOISE_BITS)).bitwise_and_((1 << NOISE_BITS) - 1)
+
+
+def noise_halves(start: int, stop: int, seed: int, device: torch.device) -> Tensor:
+    """int16 [stop - start] of 16 uniform bits, two from each hash."""
+    bits = _hash(start // 2, (stop + 1) // 2, seed, device)
+    bits ^= (bits >> 16) & 0xFFFF
+    return bits.view(torch.int16)[start % 2:start % 2 + stop - start]
 
 
 def mix_seed(*parts: int) -> int:

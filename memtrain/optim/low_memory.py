@@ -13,21 +13,11 @@ import torch
 from torch import Tensor
 
 from memtrain.command import BadInput
+from memtrain.optim.by_rows import BY_ROWS
 from memtrain.optim.low_bit import STATE_CODES, Moment, mix_seed, noise_bits, stochastic_round_
+from memtrain.optim.rule import FACTORED_EPS, Step
 
 SLICE = 2**18  # numbers updated at a time: float32 slices of 1 MiB stay in the cache of a CPU core
-
-
-@dataclass
-class Step:
-    """What one update of one parameter needs to know."""
-
-    number: int  # updates of this parameter, this one included
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
 
 
 @dataclass
@@ -37,6 +27,7 @@ class Rows:
     parameter: Tensor
     first: int
     grad: Tensor
+    scale: Tensor | None = None  # float32 [rows of the parameter] of an int8 matrix
 
 
 class LowMemoryOptimizer(torch.optim.Optimizer):
@@ -68,22 +59,24 @@ class LowMemoryOptimizer(torch.optim.Optimizer):
                 index += 1
                 if rows is not None:
                     if parameter is rows.parameter:
-                        self._update(parameter, rows.grad, group, index, rows.first)
+                        self._update(parameter, rows.grad, group, index, rows.first, rows.scale)
                 elif parameter.grad is not None:
                     self._update(parameter, parameter.grad, group, index)
         return loss
 
-    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], index: int, first_row: int = 0) -> None:
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], index: int, first_row: int = 0,
+                scale: Tensor | None = None) -> None:
         state = self.state[parameter]
         if first_row == 0:
             state["step"] = state.get("step", 0) + 1
         beta1, beta2 = group["betas"]
-        step = Step(state["step"], float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+        step = Step(state["step"], float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"],
+                    mix_seed(self.seed, index))
         stored = local_tensor(parameter)
         weight = stored.contiguous()  # nearly always itself
         bits = self.state_bits if weight.dim() >= 2 else 32
         RULES[self.rule](weight, local_tensor(grad).contiguous(), state, step, bits, mix_seed(self.seed, index, step.number),
-                         first_row * weight.shape[-1])
+                         first_row * weight.shape[-1], **({} if scale is None else {"scale": scale}))
         if weight.data_ptr() != stored.data_ptr():
             stored.copy_(weight)
 
@@ -174,10 +167,6 @@ def lion(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: 
         _write(flat[start:stop], w, mix_seed(seed, 0), start)
 
 
-# smallest root of a second moment, smallest size of a parameter; those of torch's Adafactor
-FACTORED_EPS = (2.0**-23, 1e-3)
-
-
 def adafactor(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int, first: int) -> None:
     """Adafactor without first moment, arXiv 1804.04235, alg. 4 and 5, as `torch.optim.Adafactor` has it: the step is
     min(lr, 1/sqrt(updates)) times the size of the parameter, and updates longer than 1 (root mean square) are shortened.
@@ -221,4 +210,4 @@ def adafactor(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, b
         _write(w_RC[part].view(-1), w.view(-1), mix_seed(seed, 0), part.start * columns)
 
 
-RULES = {"adamw": adamw, "lion": lion, "adafactor": adafactor}
+RULES: dict[str, Callable[..., None]] = {"adamw": adamw, "lion": lion, "adafactor": adafactor, **BY_ROWS}

@@ -85,10 +85,14 @@ def in_backward_problems(config: RunConfig, num_processes: int) -> list[str]:
     """What an update within the backward does not go together with (beside clipping, which `config_problems` refuses)."""
     if not config.optimizer_in_backward:
         return []
-    remedy, found = "or optimizer_in_backward=false", []
+    int8 = config.param_dtype == "int8"
+    remedy, found = "or param_dtype=bfloat16 and optimizer_in_backward=false" if int8 else "or optimizer_in_backward=false", []
     share = config.global_batch_size // num_processes
     # FSDP2 averages a gradient before its hook runs, DistributedDataParallel after
-    if num_processes > 1 and not is_sharded():
+    if num_processes > 1 and int8:
+        found.append(f"param_dtype=int8 on {num_processes} processes: a weight would be updated before gradients are averaged, "
+                     "and is not sharded; start one process, or set param_dtype=bfloat16")
+    elif num_processes > 1 and not is_sharded():
         found.append(f"optimizer_in_backward=true on {num_processes} processes with DistributedDataParallel: a parameter would "
                      f"be updated before its gradients are averaged; start one process, {remedy}")
     elif config.micro_batch_size not in ("auto", share):

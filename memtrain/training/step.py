@@ -26,6 +26,7 @@ from memtrain.command import BadInput
 from memtrain.data.order import Update, check_row_count
 from memtrain.data.prepare import Data
 from memtrain.model.huggingface import load_weights
+from memtrain.model.int8 import Int8Linear
 from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig, is_weights_source
 from memtrain.optim.factory import make_optimizer, rows_updater, update_in_backward
@@ -98,9 +99,10 @@ def build_model(config: RunConfig, shape: LlamaConfig) -> LlamaForCausalLM:
     """The model with its first weights (from the seed, or those of `config.model`), on the CPU, in `param_dtype`."""
     set_seed(config.seed)
     default = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, config.param_dtype))
+    int8 = config.param_dtype == "int8"
+    torch.set_default_dtype(torch.bfloat16 if int8 else getattr(torch, config.param_dtype))
     try:
-        model = LlamaForCausalLM(shape)
+        model = LlamaForCausalLM(shape, int8)
     finally:
         torch.set_default_dtype(default)
     if is_weights_source(config.model):
@@ -129,8 +131,11 @@ def build(config: RunConfig, shape: LlamaConfig, accelerator: Accelerator, total
         update_in_backward(optimizer)
     if config.head_in_blocks:
         causal = accelerator.unwrap_model(model, keep_torch_compile=False)
-        causal.update_head_rows = rows_updater(optimizer, causal.head_weight)
+        causal.update_head_rows = rows_updater(optimizer, causal.head_weight, getattr(causal.lm_head, "weight_scale", None))
         causal.model.embed_tokens.update_rows = rows_updater(optimizer, causal.model.embed_tokens.weight)
+        for module in causal.model.modules():
+            if isinstance(module, Int8Linear):
+                module.update_rows = rows_updater(optimizer, module.weight, module.weight_scale)
     return TrainState(accelerator, model, prepared_optimizer, scheduler, config.max_grad_norm, config.optimizer_in_backward)
 
 
