@@ -28,10 +28,10 @@ from memtrain.data.order import Update
 from memtrain.memory.device import GPU_STATUS, gpu_apart
 from memtrain.memory.ledger import PHASES, Ledger, Snapshot, Window, Work
 from memtrain.memory.tracker import Tracker
-from memtrain.model import loss
+from memtrain.model import int8, loss
 from memtrain.model.huggingface import export
 from memtrain.model.presets import LlamaConfig
-from memtrain.optim import low_memory
+from memtrain.optim import by_rows, low_memory
 from memtrain.options import RunConfig
 from memtrain.training import checkpoint as checkpoints
 from memtrain.training import disk
@@ -176,7 +176,7 @@ def play(config: RunConfig, shape: LlamaConfig, num_processes: int = 1, whole: b
                 _play_load(tracker, state)
         tracker.detach()
         layer = accelerator.unwrap_model(state.model).model.layers[0]
-        states = [value for parameter in layer.parameters() for value in tracker.optimizer.state[parameter].values()]
+        states = [value for parameter in layer.parameters() for value in tracker.optimizer.state.get(parameter, {}).values()]
         layer_bytes = sum(tensor.nbytes for tensor in [*layer.parameters(), *states] if isinstance(tensor, Tensor))
         sizes = (layer_bytes, disk.model_bytes(state.model), disk.checkpoint_bytes(state))
     return Play(tracker.ledger, tracker.device_type, tracker.windows[first_window:last_window], played, wanted, *sizes)
@@ -185,9 +185,12 @@ def play(config: RunConfig, shape: LlamaConfig, num_processes: int = 1, whole: b
 def _make_optimizer_state(tracker: Tracker) -> None:
     """The state that a first update leaves, without the update (it has no state before it: its peak is below a second's)."""
     for parameter in tracker.parameters:
-        parameter.grad = torch.zeros_like(parameter)
-        tracker.optimizer.step()
-        parameter.grad = None
+        if parameter.dtype == torch.int8:
+            tracker.optimizer.step(rows=low_memory.no_rows(parameter))
+        elif parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            tracker.optimizer.step()
+            parameter.grad = None
 
 
 def _fake_batch(config: RunConfig, rows: int) -> dict[str, Any]:
@@ -208,7 +211,7 @@ def _play_save(tracker: Tracker, state: TrainState, shape: LlamaConfig) -> None:
             tracker.scratch(RANDOM_STATE_BYTES)
 
     with (tempfile.TemporaryDirectory() as folder, mock.patch("accelerate.accelerator.save_accelerator_state", note),
-          mock.patch("huggingface_hub.save_torch_state_dict"), mock.patch("os.fsync"),
+          mock.patch("memtrain.model.weights_file.bytes_of", lambda tensor: b""), mock.patch("os.fsync"),
           mock.patch("memtrain.training.checkpoint.require_space"),
           mock.patch("memtrain.model.huggingface.config_dict", return_value={})):  # transformers takes a second to import
         path = Path(folder)
@@ -251,7 +254,9 @@ def _shorten(stack: ExitStack, tracker: Tracker) -> None:
     rules = {name: _once_for_each_shape(tracker, rule) for name, rule in low_memory.RULES.items()}
     stack.enter_context(mock.patch.dict(low_memory.RULES, rules))
     stack.enter_context(mock.patch.object(low_memory, "range", _ends, create=True))
-    stack.enter_context(mock.patch.object(loss, "range", _ends_with_work(tracker), create=True))
+    stack.enter_context(mock.patch.object(by_rows, "range", _ends, create=True))
+    for module in (loss, int8):
+        stack.enter_context(mock.patch.object(module, "range", _ends_with_work(tracker), create=True))
     # the model is built where it trains; a fake parameter cannot be exchanged
     stack.enter_context(mock.patch.object(torch.nn.Module, "to", lambda module, *args, **kwargs: module))
     stack.enter_context(warnings.catch_warnings())
@@ -283,12 +288,13 @@ def _once_for_each_shape(tracker: Tracker, rule: Callable[..., None]) -> Callabl
     state is made."""
     known: dict[Any, tuple[int, Work, dict[str, Any]]] = {}
 
-    def update(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Any, bits: int, seed: int, first: int) -> None:
+    def update(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Any, bits: int, seed: int, first: int,
+               **scale: Tensor) -> None:
         key = (tuple(weight.shape), tuple(grad.shape), weight.dtype, bits, step.number == 1 and first == 0)
         if key not in known:
             slices = -(-grad.numel() // low_memory.SLICE)
             with tracker.own_rise() as found:
-                rule(weight, grad, state, step, bits, seed, first)
+                rule(weight, grad, state, step, bits, seed, first, **scale)
             work = found.work.times(slices / min(slices, 3))
             tracker.windows[-1].work += found.work.times(slices / min(slices, 3) - 1)
             known[key] = (found.bytes, work, _shapes(state))

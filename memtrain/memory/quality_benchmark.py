@@ -1,4 +1,4 @@
-"""What the small optimizers cost in loss: a small model trained on the default corpus by each of them, and by AdamW in float32."""
+"""What small weights and optimizers cost in loss: a small model trained on the default corpus by each, and by float32 AdamW."""
 
 from __future__ import annotations
 

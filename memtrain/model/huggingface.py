@@ -17,6 +17,7 @@ from torch import Tensor
 from memtrain.command import BadInput
 from memtrain.model.llama import LlamaForCausalLM
 from memtrain.model.presets import LlamaConfig, read_config_json, shape_problems
+from memtrain.model.weights_file import SCALE, read_into, write_shards
 
 EXPORT_NAMES = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json",
                 "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -40,7 +41,8 @@ def weights_folder(model: str) -> Path:
 
 
 def load_weights(model: LlamaForCausalLM, source: str) -> None:
-    """Fill `model` with the safetensors of a transformers Llama folder, cast to the model's dtype.
+    """Fill `model` with the safetensors of a transformers Llama folder, cast to the model's dtype, tensor by tensor; int8
+    layers take int8 with scales, or quantise what comes.
 
     Raises BadInput unless names and shapes agree entirely.
     """
@@ -57,7 +59,8 @@ def load_weights(model: LlamaForCausalLM, source: str) -> None:
     seen: set[str] = set()
     for file in files:
         try:
-            with safe_open(file, framework="pt") as tensors, torch.no_grad():
+            fitting = []
+            with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
                     if name.endswith("rotary_emb.inv_freq"):  # recomputed from the config
                         continue
@@ -71,8 +74,12 @@ def load_weights(model: LlamaForCausalLM, source: str) -> None:
                         problems.append(f"{file}: tensor {name} is {tuple(tensors.get_slice(name).get_shape())}; its "
                                         f"config.json says {tuple(wanted[name].shape)}")
                     else:
-                        wanted[name].copy_(tensors.get_tensor(name))
+                        fitting.append(name)
                         seen.add(name)
+                        if name + SCALE in wanted and tensors.get_slice(name).get_dtype() != "I8":
+                            seen.add(name + SCALE)  # made beside it
+            for name in fitting if not problems else ():
+                read_into(file, name, wanted[name], wanted.get(name + SCALE))
         except (SafetensorError, OSError) as error:
             problems.append(f"{file}: cannot be read as safetensors ({error}); fetch or export it again")
     if not problems and (missing := sorted(set(wanted) - seen)):
@@ -142,21 +149,19 @@ def check_export_folder(folder: Path) -> None:
 
 def export(weights: Mapping[str, Tensor], shape: LlamaConfig, tokenizer: Any, folder: Path, dtype: str | None = None,
            max_shard_size: str = "5GB") -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` open: weights in `dtype` (None: their own), sharded above
-    `max_shard_size`, both configs, tokenizer. It appears complete or not at all, in place of an earlier export.
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` open: weights in `dtype` (None: their own; int8 ones are
+    widened), sharded above `max_shard_size`, both configs, tokenizer. It appears complete or not at all, in place of an earlier
+    export. No more than a few rows are cast at a time.
 
     Raises BadInput if `folder` holds anything else.
     """
-    from huggingface_hub import save_torch_state_dict
-
     dtype = dtype or str(next(iter(weights.values())).dtype).removeprefix("torch.")
     folder = folder.absolute()
     check_export_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     try:
-        cast = {name: tensor.detach().to("cpu", getattr(torch, dtype)).contiguous() for name, tensor in weights.items()}
-        save_torch_state_dict(cast, partial, max_shard_size=max_shard_size)
+        write_shards(weights, partial, dtype, max_shard_size)
         ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
         _write_json(partial / "config.json", config_dict(shape, dtype, *ids))
         names = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -277,3 +277,13 @@ class LlamaForCausalLM(nn.Module):
             return F.linear(hidden_NSD, self.head_weight) if self.lm_head is None else self.lm_head(hidden_NSD)
         return linear_cross_entropy(hidden_NSD.flatten(0, 1), self.head_weight, targets.flatten(), self.loss_chunk_tokens,
                                     self.update_head_rows, getattr(self.lm_head, "weight_scale", None))
+
+
+def new_model(shape: LlamaConfig, param_dtype: str) -> LlamaForCausalLM:
+    """A model whose weights are made in `param_dtype` (int8: but embedding and norms in bfloat16) and never in another."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if param_dtype == "int8" else getattr(torch, param_dtype))
+    try:
+        return LlamaForCausalLM(shape, int8=param_dtype == "int8")
+    finally:
+        torch.set_default_dtype(default)

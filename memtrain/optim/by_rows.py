@@ -118,7 +118,6 @@ def adafactor_rows(weight: Tensor, grad: Tensor, state: dict[str, Any], step: St
 
 
 RANK = 4
-LENGTH = lambda g, projected: g.norm(dim=1)
 RENEWED_EVERY = 200
 
 
@@ -140,7 +139,7 @@ def apollo(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits
         square[part].mul_(step.beta2).addcmul_(projected, projected, value=1 - step.beta2)
         adam = (mean[part] / correction1).div_((square[part] / correction2).sqrt_().add_(step.eps))
         # of root mean square 1 where Adam's numbers would be 1
-        factor = adam.norm(dim=1).mul_((columns / RANK)**0.5).div_(LENGTH(g, projected).clamp_min_(TINY))
+        factor = adam.norm(dim=1).mul_((columns / RANK)**0.5).div_(g.norm(dim=1).clamp_min_(TINY))
         return g.mul_(factor[:, None])
 
     update_rows(weight, scale, grad, step, seed, first, step.lr, direction)

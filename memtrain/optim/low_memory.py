@@ -30,6 +30,11 @@ class Rows:
     scale: Tensor | None = None  # float32 [rows of the parameter] of an int8 matrix
 
 
+def no_rows(parameter: Tensor) -> Rows:
+    """An update of none of its rows, which makes the state of a matrix."""
+    return Rows(parameter, 0, parameter.new_empty(0, *parameter.shape[1:]))
+
+
 class LowMemoryOptimizer(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675) with float32, 8-bit or 4-bit state, or Adafactor (arXiv 1804.04235).
 

@@ -23,7 +23,7 @@ from memtrain.config import changed_options, read_recipe
 from memtrain.data.prepare import Data
 from memtrain.data.tokenizer import load_tokenizer
 from memtrain.model.huggingface import load_model, load_weights
-from memtrain.model.llama import LlamaForCausalLM
+from memtrain.model.llama import LlamaForCausalLM, new_model
 from memtrain.model.presets import LlamaConfig
 from memtrain.optim.low_memory import local_tensor
 from memtrain.options import SAID_WHEN_CHANGED, RunConfig
@@ -284,7 +284,7 @@ def open_model(source: str) -> Opened:
     path = newest or path
     if (path / RUN_STATE).exists() or path.name.startswith(("step-", PARTIAL)):
         run = read_run_state(path, contents=newest is None)
-        model = LlamaForCausalLM(run.shape)
+        model = new_model(run.shape, "int8" if run.config["param_dtype"] == "int8" else "float32")
         load_weights(model, str(path))
         return Opened(path, model.eval(), load_tokenizer(str(path / "tokenizer")), run.config)
     if (not path.exists() and source.startswith((".", "/", "~"))) or path.is_file():

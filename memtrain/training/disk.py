@@ -36,13 +36,16 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def _state_bytes(optimizer: torch.optim.Optimizer, shape: torch.Size, dtype: torch.dtype) -> int:
     """Of one parameter, by an update of one that has no data."""
-    parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-    parameter.grad = torch.empty_like(parameter)
+    parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=dtype != torch.int8)
     if isinstance(optimizer, LowMemoryOptimizer):
         twin: torch.optim.Optimizer = LowMemoryOptimizer([{"params": [parameter]}], rule=optimizer.rule,
                                                          state_bits=optimizer.state_bits, lr=0.0)
     else:
         twin = torch.optim.AdamW([parameter])
+    if isinstance(twin, LowMemoryOptimizer) and dtype == torch.int8:
+        twin.step(rows=low_memory.no_rows(parameter))
+        return optimizer_bytes(twin)
+    parameter.grad = torch.empty_like(parameter)
     slice_numbers, low_memory.SLICE = low_memory.SLICE, max(1, parameter.numel())  # in one piece: it takes no memory
     try:
         twin.step()

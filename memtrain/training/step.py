@@ -27,7 +27,7 @@ from memtrain.data.order import Update, check_row_count
 from memtrain.data.prepare import Data
 from memtrain.model.huggingface import load_weights
 from memtrain.model.int8 import Int8Linear
-from memtrain.model.llama import LlamaForCausalLM
+from memtrain.model.llama import LlamaForCausalLM, new_model
 from memtrain.model.presets import LlamaConfig, is_weights_source
 from memtrain.optim.factory import make_optimizer, rows_updater, update_in_backward
 from memtrain.optim.schedule import learning_rate_factor
@@ -98,13 +98,7 @@ def on_main_first(accelerator: Accelerator, work: Callable[[], Result]) -> Resul
 def build_model(config: RunConfig, shape: LlamaConfig) -> LlamaForCausalLM:
     """The model with its first weights (from the seed, or those of `config.model`), on the CPU, in `param_dtype`."""
     set_seed(config.seed)
-    default = torch.get_default_dtype()
-    int8 = config.param_dtype == "int8"
-    torch.set_default_dtype(torch.bfloat16 if int8 else getattr(torch, config.param_dtype))
-    try:
-        model = LlamaForCausalLM(shape, int8)
-    finally:
-        torch.set_default_dtype(default)
+    model = new_model(shape, config.param_dtype)
     if is_weights_source(config.model):
         load_weights(model, config.model)
     set_recipe(model, config)

@@ -217,7 +217,7 @@ def test_an_interrupted_export_changes_nothing(exported, tokenizer, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(huggingface.os, "replace", replace)
         if where == "weights":
-            patch.setattr("huggingface_hub.save_torch_state_dict", stop)
+            patch.setattr("memtrain.model.weights_file.bytes_of", stop)
         elif where == "config":
             patch.setattr(huggingface, "_write_json", stop)
         elif where == "tokenizer":
