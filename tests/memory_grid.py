@@ -8,6 +8,7 @@ BF16: dict[str, Any] = {"mixed_precision": "bf16"}
 PURE: dict[str, Any] = {"param_dtype": "bfloat16"}
 IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": "true", "max_grad_norm": "none"}
 IN_BLOCKS = {**IN_BACKWARD, "head_in_blocks": "true", "tie_word_embeddings": "false"}
+INT8 = {**IN_BLOCKS, "param_dtype": "int8", "optimizer": "adafactor"}
 
 # precision x checkpointing x optimizer x accumulation x padding x loss chunk x offload
 GRID: list[dict[str, Any]] = [
@@ -40,4 +41,6 @@ GRID: list[dict[str, Any]] = [
     {**PURE, **IN_BLOCKS, "optimizer": "adamw_8bit", "gradient_checkpointing": "full", "recomputed_rows": 1},
     {**BF16, **IN_BLOCKS, "gradient_checkpointing": "selective", "recomputed_rows": 2},
     {"gradient_checkpointing": "full", "recomputed_rows": 3, "document_mask": "true"},
+    {**INT8, "optimizer": "apollo", "packing": "padded"},
+    {**INT8, "gradient_checkpointing": "full", "loss_chunk_tokens": 32},
 ]

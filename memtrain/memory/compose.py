@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 from memtrain.memory.estimate import Play, play
 from memtrain.memory.ledger import Window, Work
@@ -89,8 +90,10 @@ class Composer:
 
     def _whole_plays(self, config: RunConfig) -> tuple[Play, Play]:
         """Plays with evaluation and save, of three layers with these rows, and of two."""
-        plain = replace(config, optimizer="adamw", optimizer_in_backward=False, head_in_blocks=False,
-                        gradient_checkpointing="none",
+        # int8 weights have no other optimizer, and no update elsewhere
+        ordinary: dict[str, Any] = {} if config.param_dtype == "int8" else {
+            "optimizer": "adamw", "optimizer_in_backward": False, "head_in_blocks": False}
+        plain = replace(config, **ordinary, gradient_checkpointing="none",
                         global_batch_size=micro_batch_size(config, self.num_processes) * self.num_processes)
         less = replace(plain, micro_batch_size=1, global_batch_size=self.num_processes, loss_chunk_tokens="auto")
         return self._play(plain, whole=True), self._play(less, whole=True, layers=PLAYED_LAYERS - 1)

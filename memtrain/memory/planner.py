@@ -32,6 +32,9 @@ KINDS = ("none", "selective", "selective_deep", "full")  # each keeps less than 
 STATES = ("adamw", "adamw_8bit", "adamw_4bit", "adafactor")  # each has less state than the one before
 MOST_LAYER_STEPS = 8  # numbers of checkpointed layers that are tried
 MOST_MICRO_BATCHES = 6  # sizes of micro-batches that are tried
+# what int8 weights bring with them
+INT8: dict[str, Any] = {"param_dtype": "int8", "mixed_precision": "no", "optimizer": "adafactor", "optimizer_in_backward": True,
+                        "head_in_blocks": True, "recomputed_rows": "all", "compile": False}
 ROW_GROUPS = 4  # in which a checkpointed layer may take a micro-batch
 
 
@@ -179,6 +182,9 @@ def notes(config: RunConfig, allow: Sequence[str], num_processes: int) -> list[s
     if not allow:
         found.append("nothing that changes the result was tried: --allow rounding,optimizer adds bfloat16 weights and "
                      "optimizers with less state")
+    if "rounding" in allow and "optimizer" in allow and config.max_grad_norm is not None:
+        found.append("int8 weights were not tried: they are updated in the backward, which cannot clip; --max_grad_norm none "
+                     "tries them, with an untied head and one micro-batch")
     if config.compile:
         found.append("played without torch.compile, which keeps no more than that")
     return found
@@ -198,20 +204,25 @@ def candidates(config: RunConfig, shape: LlamaConfig, allow: Sequence[str], num_
             kinds += [(kind, "all" if count == layers else count) for count in layer_counts(layers)
                       if kind != config.gradient_checkpointing or count > checkpointed(config, layers)]
     for accuracy, changed in accuracy_changes(config, allow):
+        int8 = changed.param_dtype == "int8"
+        if int8 and (shape.tie_word_embeddings or not in_backward_possible(changed, share, share, num_processes)):
+            continue
         for size, (kind, count) in itertools.product(sizes, kinds):
+            if int8 and (size != share or kind.startswith("selective")):
+                continue
             tokens = size * config.seq_len
             automatic = automatic_chunk_tokens(shape.vocab_size, device)
             chunks: list[int | str] = [config.loss_chunk_tokens]
             if config.loss_chunk_tokens == "auto" and tokens > automatic // 4:
                 chunks.append(automatic // 4)
-            in_backward = [config.optimizer_in_backward]
+            in_backward = [changed.optimizer_in_backward]
             if not in_backward[0] and in_backward_possible(config, size, share, num_processes):
                 in_backward.append(True)
             offload = [config.offload_activations]
             if device == "cuda" and kind in ("none", "full") and not offload[0]:
                 offload.append(True)
-            rows = [config.recomputed_rows]
-            if kind == "full" and count == "all" and rows == ["all"] and size > 1:
+            rows = [changed.recomputed_rows]
+            if not int8 and kind == "full" and count == "all" and rows == ["all"] and size > 1:
                 rows.append(max(1, size // ROW_GROUPS))
             for chunk, early, host, group in itertools.product(chunks, in_backward, offload, rows):
                 recipe = replace(changed, micro_batch_size=size, gradient_checkpointing=kind, checkpointed_layers=count,
@@ -243,4 +254,6 @@ def accuracy_changes(config: RunConfig, allow: Sequence[str]) -> list[tuple[int,
         if "optimizer" in allow and config.optimizer in STATES:
             at = STATES.index(config.optimizer)
             found += [(level + step, replace(changed, optimizer=name)) for step, name in enumerate(STATES[at + 1:], 1)]
+    if "rounding" in allow and "optimizer" in allow and config.param_dtype != "int8" and config.max_grad_norm is None:
+        found.append((1 + max(level for level, _ in found), replace(config, **INT8)))
     return sorted(found, key=lambda item: item[0])

@@ -98,7 +98,7 @@ class _Int8Product(torch.autograd.Function):
         (x,) = ctx.kept.saved_tensors
         linear, x, shape = ctx.linear, x.flatten(0, -2), x.shape
         grad = grad.flatten(0, -2)
-        grad_x = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        grad_x = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         for block in row_blocks(linear.weight):
             grad_b = grad[:, block]
             # before these rows change

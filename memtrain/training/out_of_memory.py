@@ -94,15 +94,15 @@ def smaller_recipe(config: RunConfig, shape: LlamaConfig, device_type: str, num_
     size, share = micro_batch_size(config, num_processes), config.global_batch_size // num_processes
     if size > 1 and not config.optimizer_in_backward:  # which needs the share in one micro-batch
         return {"micro_batch_size": max(rows for rows in range(1, size // 2 + 1) if share % rows == 0)}
-    kind, layers = config.gradient_checkpointing, config.checkpointed_layers
+    kind, layers, int8 = config.gradient_checkpointing, config.checkpointed_layers, config.param_dtype == "int8"
     if kind != "none" and layers != "all" and int(layers) < shape.num_hidden_layers:
         return {"checkpointed_layers": "all"}
     if kind in NEXT_CHECKPOINTING:
-        # what selective checkpointing keeps is out of reach of an offload
-        kind = "full" if config.offload_activations else NEXT_CHECKPOINTING[kind]
+        # what selective checkpointing keeps is out of reach of an offload, and of int8 layers
+        kind = "full" if config.offload_activations or int8 else NEXT_CHECKPOINTING[kind]
         return {"gradient_checkpointing": kind, "checkpointed_layers": "all"}
     rows = size if config.recomputed_rows == "all" else min(size, int(config.recomputed_rows))
-    if rows > 1:
+    if rows > 1 and not int8:  # whose weights change with the first rows
         return {"recomputed_rows": rows // 2}
     chunk = config.loss_chunk_tokens
     tokens = automatic_chunk_tokens(shape.vocab_size, device_type) if chunk == "auto" else int(chunk)
