@@ -207,6 +207,11 @@ recomputed_rows: 2                                           | gradient_checkpoi
 head_in_blocks: true                                         | optimizer_in_backward=true
 head_in_blocks: on, optimizer_in_backward: on, max_grad_norm: none, optimizer: adafactor, tie_word_embeddings: no | adamw_8bit
 checkpointed_layers: 0, gradient_checkpointing: full         | gradient_checkpointing=none
+param_dtype: int8, optimizer: adafactor, max_grad_norm: none | head_in_blocks=true, optimizer_in_backward=true
+INT8, optimizer: adamw_8bit, tie_word_embeddings: false | optimizer=adafactor
+INT8, optimizer: adafactor, tie_word_embeddings: false, gradient_checkpointing: selective | gradient_checkpointing=full
+INT8, optimizer: adafactor, tie_word_embeddings: false, gradient_checkpointing: full, recomputed_rows: 1 | recomputed_rows=all
+INT8, optimizer: adafactor, tie_word_embeddings: false, compile: true | compile=false
 eval_every: 5, eval_fraction: 0                              | leave eval_every out
 keep_best: true, eval_fraction: 0                            | keep_best=false
 keep_best: true, save_every: 5                               | set eval_every
@@ -222,6 +227,9 @@ optimizer_in_backward: true, max_grad_norm: none, micro_batch_size: 2 | micro_ba
 optimizer_in_backward: true, max_grad_norm: none @ 2         | start one process
 optimizer_in_backward: true, max_grad_norm: none, mixed_precision: fp16 | scaler looks at all gradients, a CPU would train
 head_in_blocks: true, optimizer_in_backward: true, max_grad_norm: none | tie_word_embeddings=true
+INT8, optimizer: adafactor, tie_word_embeddings: false @ 2 | start one process
+INT8, optimizer: adafactor, tie_word_embeddings: false, micro_batch_size: 2 | micro_batch_size=8
+INT8, optimizer: adafactor, tie_word_embeddings: true | tie_word_embeddings=true
 mixed_precision: fp16                                        | a CPU would train in float32
 mixed_precision: fp8                                         | compute capability
 param_dtype: float16                                         | underflow
@@ -247,8 +255,11 @@ report_to: swanlab                                           | not installed
 """.strip().splitlines()
 
 
+INT8 = "param_dtype: int8, max_grad_norm: none, optimizer_in_backward: true, head_in_blocks: true"
+
+
 def as_yaml(text: str) -> str:
-    return text.replace(", ", "\n")
+    return text.replace("INT8", INT8).replace(", ", "\n")
 
 
 @pytest.mark.parametrize("line", COMBINATIONS)

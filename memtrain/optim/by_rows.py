@@ -20,6 +20,7 @@ INT8_LARGEST = 127
 # Then the largest becomes 100.
 INT8_SMALLEST, INT8_RENEWED = 42.0, 100.0
 TINY = torch.finfo(torch.float32).tiny
+SHORTEST = 1e-18  # of a gradient: the squares of shorter ones are 0 in float32
 
 Direction = Callable[[Tensor, slice, Callable[[], Tensor]], Tensor]
 
@@ -139,8 +140,8 @@ def apollo(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits
         square[part].mul_(step.beta2).addcmul_(projected, projected, value=1 - step.beta2)
         adam = (mean[part] / correction1).div_((square[part] / correction2).sqrt_().add_(step.eps))
         # of root mean square 1 where Adam's numbers would be 1
-        factor = adam.norm(dim=1).mul_((columns / RANK)**0.5).div_(g.norm(dim=1).clamp_min_(TINY))
-        return g.mul_(factor[:, None])
+        length = g.norm(dim=1).clamp_min_(SHORTEST)
+        return g.div_(length[:, None]).mul_(adam.norm(dim=1).mul_((columns / RANK)**0.5)[:, None])
 
     update_rows(weight, scale, grad, step, seed, first, step.lr, direction)
 

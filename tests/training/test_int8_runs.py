@@ -16,10 +16,6 @@ from jobs import (
     wait_for,
 )
 
-from memtrain.config import make_config
-from memtrain.rules import config_problems
-from memtrain.training.check import computation_problems
-
 INT8 = {"param_dtype": "int8", "optimizer_in_backward": "true", "head_in_blocks": "true", "max_grad_norm": "none",
         "gradient_checkpointing": "full", "tie_word_embeddings": "false"}
 RATES = {"adafactor": 0.02, "apollo": 2e-3}
@@ -91,29 +87,3 @@ def test_an_export_is_gone_on_from(job, whole, tmp_path):
     first = next(row["loss"] for row in rows(run) if "loss" in row)
     assert first < max(row["loss"] for row in rows(whole("adafactor")) if "loss" in row) - 0.1
 
-
-BASE = {"max_steps": 1, "param_dtype": "int8", "optimizer": "adafactor", "optimizer_in_backward": True, "head_in_blocks": True,
-        "max_grad_norm": None, "tie_word_embeddings": False}
-
-
-@pytest.mark.parametrize(("changes", "processes", "words"), [
-    ({"optimizer": "adamw_8bit"}, 1, ("optimizer=adamw_8bit", "set optimizer=adafactor")),
-    ({"gradient_checkpointing": "selective"}, 1, ("gradient_checkpointing=selective", "set gradient_checkpointing=full")),
-    ({"gradient_checkpointing": "full", "recomputed_rows": 1}, 1, ("recomputed_rows=1", "set recomputed_rows=all")),
-    ({"compile": True}, 1, ("compile=true", "set compile=false")),
-    ({"head_in_blocks": False}, 1, ("head_in_blocks=false", "set head_in_blocks=true")),
-    ({"optimizer_in_backward": False, "head_in_blocks": False}, 1, ("optimizer_in_backward=false", "=true")),
-    ({"max_grad_norm": 1.0}, 1, ("max_grad_norm=1", "set max_grad_norm=none")),
-    ({"mixed_precision": "bf16"}, 1, ("mixed_precision=bf16", "set mixed_precision=no")),
-    ({"tie_word_embeddings": True}, 1, ("tie_word_embeddings=true", "set one of them")),
-    ({"micro_batch_size": 2}, 1, ("one micro-batch per update", "set micro_batch_size=8")),
-    ({}, 2, ("on 2 processes", "start one process")),
-], ids=str)
-def test_refused_with_the_remedy(changes, processes, words, monkeypatch):
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    from memtrain.options import RunConfig
-
-    assert not config_problems(make_config(BASE)) and not computation_problems(make_config(BASE), 1)[1]
-    config = RunConfig(**{**BASE, **changes})
-    found = config_problems(config) or computation_problems(config, processes)[1]
-    assert any(all(word in line for word in words) for line in found), found
