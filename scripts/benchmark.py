@@ -1,7 +1,7 @@
 """Memory, speed, FLOPs and loss beside a plain transformers loop, measured in one run on this machine.
 
-usage: python scripts/benchmark.py [step | ladder | head | optimizer | save | plan] [--shape tiny|small|58m] [--repeats N]
-                                   [--json FILE] [--plot FILE.png]
+usage: python scripts/benchmark.py [step | ladder | head | optimizer | save | plan | int8 | quality] [--shape tiny|small|58m]
+                                   [--repeats N] [--updates N] [--seeds N] [--json FILE] [--plot FILE.png]
 
   step     our training step and transformers' at equal settings, interleaved: ratios of time and of peak tensor bytes
   ladder   each saver added in turn to the same model (the table of the README); every recipe in a process of its own
@@ -9,9 +9,12 @@ usage: python scripts/benchmark.py [step | ladder | head | optimizer | save | pl
   optimizer  ours beside those of torch, torchao and bitsandbytes (if installed): state, speed, exact resume
   save     how long training waits for a checkpoint, written at once and behind it (--save_async)
   plan     seconds and process bytes of one prediction and of one plan, for 8 billion parameters and 4096 tokens
+  int8     a step with int8 weights beside one with bfloat16 weights that nothing updates
+  quality  loss of a 2.6M model on the default corpus with int8 weights, and with float32 AdamW (hours at the defaults)
 
   --shape    tiny (5.4M), small (179M), 58m (58.1M); default: tiny for step, small for save, else 58m
   --repeats  rounds of timing, of which the median is shown (default 5)
+  --updates, --seeds  quality only: length of a run (default 1000), runs at the best learning rate of three (default 3)
   --plot     ladder only: a picture of the peaks (needs matplotlib)
 """
 
@@ -24,10 +27,11 @@ from memtrain.command import BadInput, at_least, check_writable, one_of, run_scr
 
 def main(arguments: list[str]) -> int:
     words = arguments if arguments and not arguments[0].startswith("--") else ["step", *arguments]
-    (kind,), options = script_arguments(words, __doc__ or "", ["step, ladder, head, optimizer, save or plan"],
-                                        shape=one_of("tiny", "small", "58m"), repeats=at_least(int, 1), json=Path, plot=Path)
-    if kind not in ("step", "ladder", "head", "optimizer", "save", "plan"):
-        raise BadInput(f"{kind}: want step, ladder, head, optimizer, save or plan; see --help")
+    (kind,), options = script_arguments(words, __doc__ or "", ["step, ladder, head, optimizer, save, plan, int8 or quality"],
+                                        shape=one_of("tiny", "small", "58m"), repeats=at_least(int, 1),
+                                        updates=at_least(int, 1), seeds=at_least(int, 1), json=Path, plot=Path)
+    if kind not in ("step", "ladder", "head", "optimizer", "save", "plan", "int8", "quality"):
+        raise BadInput(f"{kind}: want step, ladder, head, optimizer, save, plan, int8 or quality; see --help")
     for name in ("json", "plot"):
         if name in options:
             check_writable(options[name])
@@ -43,6 +47,17 @@ def main(arguments: list[str]) -> int:
                   "its process")
         if "json" in options:
             write_json(options["json"], {"shape": BIG["model"], "rows": rows})
+        return 0
+
+    if kind in ("int8", "quality"):
+        from memtrain.memory.int8_benchmark import format_int8, run_int8
+        from memtrain.memory.quality_benchmark import format_quality, run_quality
+
+        rows = (run_int8(options.get("repeats", 5)) if kind == "int8" else
+                run_quality(options.get("updates", 1000), options.get("seeds", 3)))
+        print(format_int8(rows) if kind == "int8" else format_quality(rows))
+        if "json" in options:
+            write_json(options["json"], {"rows": rows})
         return 0
 
     from memtrain.memory import benchmark

@@ -153,9 +153,9 @@ def start_real_run(config: RunConfig, **environment: str) -> subprocess.Popen[st
     return child
 
 
-def real_run_result(child: subprocess.Popen[str]) -> dict[str, int]:
+def real_run_result(child: subprocess.Popen[str], timeout_seconds: float = 600) -> dict[str, int]:
     """{process_bytes, tensor_bytes}: the most that the process and its tensors took."""
-    out, error = child.communicate(timeout=600)
+    out, error = child.communicate(timeout=timeout_seconds)
     if child.returncode != 0:
         raise RuntimeError(f"the run that measures a process failed: {error.strip()[-500:]}")
     return json.loads(out.splitlines()[-1])

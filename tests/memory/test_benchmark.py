@@ -44,3 +44,29 @@ def test_optimizers(small):
         assert wanted <= rows[name]["state_bytes_per_parameter"] < wanted + 0.2, name
         assert rows[name]["resumes_exactly"]
     assert "| memtrain adamw_8bit | bfloat16 |" in optimizer_benchmark.format_optimizers(list(rows.values()))
+
+
+def test_int8(monkeypatch, own_accelerate):
+    from memtrain.memory import int8_benchmark
+
+    monkeypatch.setattr(int8_benchmark, "SHAPE", SHAPE)
+    monkeypatch.setattr(int8_benchmark, "TOKENS", 32)
+    rows = int8_benchmark.run_int8(1)
+    assert rows[0]["ratio"] == 1 and all(row["cpu_seconds"] > 0 for row in rows)
+    assert int8_benchmark.format_int8(rows).count("\n") == 5
+
+
+def test_quality(monkeypatch, own_accelerate, tmp_path):
+    from jobs import write_corpus
+
+    from memtrain.memory import quality_benchmark
+
+    monkeypatch.setattr(quality_benchmark, "RUN", {
+        **quality_benchmark.RUN, "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "seq_len": 32,
+        "dataset": str(write_corpus(tmp_path / "text.jsonl")),
+        "eval_fraction": 0.2, "cache_dir": str(tmp_path / "cache")})
+    rows = quality_benchmark.run_quality(3, 2, ["float32 AdamW", "int8, adafactor"])
+    assert [len(row["losses"]) for row in rows] == [2, 2] and [len(row["tried"]) for row in rows] == [3, 3]
+    assert rows[0]["bytes_per_parameter"] > 12 > 2 > rows[1]["bytes_per_parameter"]
+    assert 0.5 < rows[1]["ratio"] < 2 and "| int8, adafactor |" in quality_benchmark.format_quality(rows)
