@@ -103,7 +103,7 @@ def plot(predictions: Mapping[str, Prediction], path: Path, budget_bytes: int | 
         from matplotlib.figure import Figure
     except ImportError:
         raise BadInput(f"{path}: not drawn, matplotlib is not installed; run pip install matplotlib") from None
-    figure = Figure(figsize=(9, 5), layout="constrained")
+    figure = Figure(figsize=(11, 5), layout="constrained")
     axes = figure.add_subplot()
     bars = [(f"{phase}\n{name}" if len(predictions) > 1 else phase, prediction.phase_parts[phase])
             for phase in PHASES for name, prediction in predictions.items() if phase in prediction.phases]
@@ -112,7 +112,7 @@ def plot(predictions: Mapping[str, Prediction], path: Path, budget_bytes: int | 
         heights = [parts[part] / 1e9 for _, parts in bars]
         axes.bar(range(len(bars)), heights, bottom=bottom, color=COLOURS[part], label=part)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axes.set_xticks(range(len(bars)), [name for name, _ in bars])
+    axes.set_xticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
     axes.set_ylabel("GB of tensors at the peak of a phase")
     if budget_bytes is not None:
         axes.axhline(budget_bytes / 1e9, color="black", linestyle="--", label="budget")
