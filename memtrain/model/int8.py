@@ -12,6 +12,7 @@ from memtrain.model.layers import UpdateRows
 
 LARGEST = 127
 BLOCK_NUMBERS = 2**21  # of a weight, widened at a time: its gradient in bfloat16 then takes 4 MiB
+CHUNK_TOKENS = 1024  # whose gradient is summed over blocks of rows, in float32
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -98,11 +99,14 @@ class _Int8Product(torch.autograd.Function):
         (x,) = ctx.kept.saved_tensors
         linear, x, shape = ctx.linear, x.flatten(0, -2), x.shape
         grad = grad.flatten(0, -2)
-        grad_x = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        for block in row_blocks(linear.weight):
-            grad_b = grad[:, block]
-            # before these rows change
-            grad_x += (grad_b * linear.weight_scale[block]).to(x.dtype) @ linear.weight[block].to(x.dtype)
-            if linear.update_rows is not None:
-                linear.update_rows(block.start, grad_b.t() @ x)
-        return grad_x.to(x.dtype).view(shape), None, None
+        grad_x = torch.empty_like(x)
+        for first in range(0, x.shape[0], CHUNK_TOKENS):
+            part = slice(first, first + CHUNK_TOKENS)
+            total = torch.zeros(x[part].shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+            for block in row_blocks(linear.weight):
+                total += (grad[part, block] * linear.weight_scale[block]).to(x.dtype) @ linear.weight[block].to(x.dtype)
+            grad_x[part] = total
+        if linear.update_rows is not None:  # all uses of these rows are over
+            for block in row_blocks(linear.weight):
+                linear.update_rows(block.start, grad[:, block].t() @ x)
+        return grad_x.view(shape), None, None
