@@ -164,7 +164,8 @@ def real_run_result(child: subprocess.Popen[str], timeout_seconds: float = 600) 
 def smallest_run(config: RunConfig) -> RunConfig:
     """A run whose tensors are next to nothing: what its process takes is Python and libraries."""
     return replace(config, model="tiny", hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-                   num_key_value_heads=2, head_dim=None, vocab_size=256, seq_len=32, global_batch_size=1, micro_batch_size=1)
+                   num_key_value_heads=2, head_dim=None, vocab_size=256, seq_len=32, global_batch_size=1, micro_batch_size=1,
+                   tie_word_embeddings=False if config.head_in_blocks else config.tie_word_embeddings)
 
 
 def process_bytes(child: subprocess.Popen[str], tensor_peak_bytes: int) -> int:

@@ -178,7 +178,7 @@ def play(config: RunConfig, shape: LlamaConfig, num_processes: int = 1, whole: b
         layer = accelerator.unwrap_model(state.model).model.layers[0]
         states = [value for parameter in layer.parameters() for value in tracker.optimizer.state.get(parameter, {}).values()]
         layer_bytes = sum(tensor.nbytes for tensor in [*layer.parameters(), *states] if isinstance(tensor, Tensor))
-        sizes = (layer_bytes, disk.model_bytes(state.model), disk.checkpoint_bytes(state))
+        sizes = (layer_bytes, disk.export_bytes(state.model), disk.checkpoint_bytes(state))
     return Play(tracker.ledger, tracker.device_type, tracker.windows[first_window:last_window], played, wanted, *sizes)
 
 
@@ -292,7 +292,7 @@ def _once_for_each_shape(tracker: Tracker, rule: Callable[..., None]) -> Callabl
                **scale: Tensor) -> None:
         key = (tuple(weight.shape), tuple(grad.shape), weight.dtype, bits, step.number == 1 and first == 0)
         if key not in known:
-            slices = -(-grad.numel() // low_memory.SLICE)
+            slices = max(1, -(-grad.numel() // low_memory.SLICE))  # no_rows has none
             with tracker.own_rise() as found:
                 rule(weight, grad, state, step, bits, seed, first, **scale)
             work = found.work.times(slices / min(slices, 3))

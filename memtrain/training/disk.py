@@ -24,6 +24,11 @@ def model_bytes(model: torch.nn.Module) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
+def export_bytes(model: torch.nn.Module) -> int:
+    """As `model_bytes`, but int8 weights are exported in bfloat16."""
+    return sum(tensor.nbytes * (2 if tensor.dtype == torch.int8 else 1) for tensor in model.state_dict().values())
+
+
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the optimizer's state: of its tensors, or before the first update of those that this update will make."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -70,7 +75,7 @@ def free_disk_bytes(folder: Path) -> int:
 def check_disk(state: Any, output: Path, keep_last: int) -> None:
     """Raises BadInput where a run does not fit on the disk of `output`: keep_last checkpoints, the next one before the oldest
     goes, and the export, without what is there of an earlier part of the run."""
-    one, export = checkpoint_bytes(state), model_bytes(state.model)
+    one, export = checkpoint_bytes(state), export_bytes(state.model)
     there = sum(path.stat().st_size for name in ("checkpoints", "export") for path in (output / name).rglob("*")
                 if path.is_file())
     needed, free = max(0, (keep_last + 1) * one + export - there), free_disk_bytes(output)

@@ -161,3 +161,22 @@ def test_maximize(quantity, monkeypatch):
     for value in (most.value, most.value + step):
         larger = replace(config, **{"seq_len": value} if quantity == "seq_len" else {"num_hidden_layers": value})
         assert (predict(larger, model_config(larger)).peak_bytes <= budget) == (value == most.value), (most.value, value)
+
+
+def test_int8_is_planned_where_it_can_be():
+    """Last of all, where both changes are allowed and nothing is clipped; three layers say what all say."""
+    from memtrain.memory.estimate import predict
+    from memtrain.memory.planner import Composer, candidates, planned
+
+    free = {**OPTIONS, "tie_word_embeddings": "false", "max_grad_norm": "none"}
+    config, shape = planned(tiny_config(**free))
+    config = replace(config, micro_batch_size=2)
+    found = list(candidates(config, shape, ("rounding", "optimizer"), 1, "cpu"))
+    int8 = [(recipe, accuracy) for recipe, accuracy in found if recipe.param_dtype == "int8"]
+    assert int8 and {accuracy for _, accuracy in int8} == {max(accuracy for _, accuracy in found)}
+    assert all(recipe.optimizer_in_backward and recipe.head_in_blocks for recipe, _ in int8)
+    clipped = candidates(replace(config, max_grad_norm=1.0), shape, ("rounding", "optimizer"), 1, "cpu")
+    assert not any(recipe.param_dtype == "int8" for recipe, _ in clipped)
+    recipe = next(recipe for recipe, _ in int8 if recipe.gradient_checkpointing == "full")
+    whole = predict(recipe, shape).peak_bytes
+    assert abs(Composer(shape).compose(recipe).peak_bytes - whole) <= 0.001 * whole
