@@ -115,15 +115,13 @@ def test_largest():
 
 @pytest.mark.slow
 def test_eight_billion():
-    """Far more than this machine has, played without allocating it. `benchmark.py plan` prints how long it takes; a test
-    beside others on busy cores says only that it is of that order."""
+    """Far more than this machine has, played without allocating it. `benchmark.py plan` prints how long it takes."""
     from memtrain.memory.cost import planning_cost
     from memtrain.model.presets import PRESETS
 
     one, many = planning_cost()
     assert one["peak_bytes"] > 16 * PRESETS["8b"].parameter_count > 200 * one["process_bytes"]
-    assert one["process_bytes"] <= 500e6 and one["seconds"] <= 40, one
-    assert many["recipes"] >= 200 and many["seconds"] <= 240, many
+    assert one["process_bytes"] <= 500e6 and many["recipes"] >= 200, (one, many)
 
 
 @pytest.mark.slow
