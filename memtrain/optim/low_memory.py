@@ -6,6 +6,7 @@ Every update runs in float32 over slices of a parameter, so its scratch is a few
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +81,10 @@ class LowMemoryOptimizer(torch.optim.Optimizer):
         stored = local_tensor(parameter)
         weight = stored.contiguous()  # nearly always itself
         bits = self.state_bits if weight.dim() >= 2 else 32
-        RULES[self.rule](weight, local_tensor(grad).contiguous(), state, step, bits, mix_seed(self.seed, index, step.number),
-                         first_row * weight.shape[-1], **({} if scale is None else {"scale": scale}))
+        with one_thread(weight.device):
+            RULES[self.rule](weight, local_tensor(grad).contiguous(), state, step, bits,
+                             mix_seed(self.seed, index, step.number), first_row * weight.shape[-1],
+                             **({} if scale is None else {"scale": scale}))
         if weight.data_ptr() != stored.data_ptr():
             stored.copy_(weight)
 
@@ -101,6 +104,20 @@ class LowMemoryOptimizer(torch.optim.Optimizer):
                 self.state[parameter] = {
                     name: value.to(local_tensor(parameter).device) if isinstance(value, Tensor) else value
                     for name, value in state_dict["state"][number].items()}
+
+
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU, operations within this context run on one thread: those on a slice are over before a second one has begun."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
