@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +16,7 @@ from real_runs import Steps, allocator_peaks, tiny_config
 
 from memtrain.config import make_config
 
+ROOT = Path(__file__).resolve().parents[2]
 OPTIONS: dict[str, Any] = {"micro_batch_size": "auto", "global_batch_size": 2, "num_hidden_layers": 4, "vocab_size": 1024,
                            "hidden_size": 64, "intermediate_size": 172}
 
@@ -114,12 +120,14 @@ def test_largest():
 
 
 @pytest.mark.slow
-def test_eight_billion():
-    """Far more than this machine has, played without allocating it. `benchmark.py plan` prints how long it takes."""
-    from memtrain.memory.cost import planning_cost
+def test_eight_billion(tmp_path):
+    """Far more than this machine has, played without allocating it, by the command that also prints how long it takes."""
     from memtrain.model.presets import PRESETS
 
-    one, many = planning_cost()
+    # a command of its own: a child of pytest would import pytest
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "benchmark.py"), "plan", "--json", str(tmp_path / "plan.json")],
+                   check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    one, many = json.loads((tmp_path / "plan.json").read_text())["rows"]
     assert one["peak_bytes"] > 16 * PRESETS["8b"].parameter_count > 200 * one["process_bytes"]
     assert one["process_bytes"] <= 500e6 and many["recipes"] >= 200, (one, many)
 
