@@ -195,8 +195,8 @@ class Harness:
             self.counts["disk_full"] += 3 in codes
             if 3 in codes and "could not be written" not in log:
                 self.problems.append(f"a full disk without its message: {log[-500:]}")
-        # the partner of a process that was killed at once ends as it may
-        partner = kill and len(codes) > 1 and number == signal.SIGKILL
+        # the partner of a process that died of the signal at once (of SIGTERM, before training listens for it) ends as it may
+        partner = kill and len(codes) > 1 and (number == signal.SIGKILL or -number in codes)
         if not partner and (not set(codes) <= allowed or "Traceback" in log):
             self.problems.append(f"exit codes {codes}, allowed {allowed}: {log[-3000:]}")
         if "going on from" in log and (not whole or f"going on from {whole[-1]}:" not in log):
