@@ -21,6 +21,7 @@ usage: python scripts/benchmark.py [step | ladder | head | optimizer | save | pl
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from memtrain.command import BadInput, at_least, check_writable, one_of, run_script, script_arguments, write_json
 
@@ -38,51 +39,40 @@ def main(arguments: list[str]) -> int:
     if "plot" in options and kind != "ladder":
         raise BadInput("--plot: only the ladder is drawn; leave it out")
 
+    content: dict[str, Any] = {}
+    repeats = options.get("repeats", 5)
     if kind == "plan":
         from memtrain.memory.cost import BIG, planning_cost
 
-        rows = planning_cost()
-        for row in rows:
-            print(f"{row['work']}, {row['recipes']} recipe(s): {row['seconds']:.1f} s, {row['process_bytes'] / 1e6:,.0f} MB of "
-                  "its process")
-        if "json" in options:
-            write_json(options["json"], {"shape": BIG["model"], "rows": rows})
-        return 0
-
-    if kind in ("int8", "quality"):
+        content["shape"], rows = BIG["model"], planning_cost()
+        text = "\n".join(f"{row['work']}, {row['recipes']} recipe(s): {row['seconds']:.1f} s, "
+                         f"{row['process_bytes'] / 1e6:,.0f} MB of its process" for row in rows)
+    elif kind == "int8":
         from memtrain.memory.int8_benchmark import format_int8, run_int8
+
+        rows = run_int8(repeats)
+        text = format_int8(rows)
+    elif kind == "quality":
         from memtrain.memory.quality_benchmark import format_quality, run_quality
 
-        rows = (run_int8(options.get("repeats", 5)) if kind == "int8" else
-                run_quality(options.get("updates", 1000), options.get("seeds", 3)))
-        print(format_int8(rows) if kind == "int8" else format_quality(rows))
-        if "json" in options:
-            write_json(options["json"], {"rows": rows})
-        return 0
+        rows = run_quality(options.get("updates", 1000), options.get("seeds", 3))
+        text = format_quality(rows)
+    elif kind == "optimizer":
+        from memtrain.memory.optimizer_benchmark import format_optimizers, run_optimizers
 
-    from memtrain.memory import benchmark
-    from memtrain.memory.optimizer_benchmark import format_optimizers, run_optimizers
-
-    if kind == "optimizer":
-        rows = run_optimizers(options.get("repeats", 5))
-        print(format_optimizers(rows))
-        if "json" in options:
-            write_json(options["json"], {"rows": rows})
-        return 0
-    shape = options.get("shape", {"step": "tiny", "save": "small"}.get(kind, "58m"))
-    if kind == "save":
+        rows = run_optimizers(repeats)
+        text = format_optimizers(rows)
+    else:
+        from memtrain.memory import benchmark
         from memtrain.memory.save_benchmark import format_save, run_save
 
-        rows = run_save(shape, options.get("repeats", 5))
-        print(format_save(rows))
-        if "json" in options:
-            write_json(options["json"], {"shape": shape, "rows": rows})
-        return 0
-    run = {"step": benchmark.run_pairs, "ladder": benchmark.run_ladder, "head": benchmark.run_head}[kind]
-    rows = run(shape, options.get("repeats", 5))
-    print(benchmark.format_rows(kind, rows))
+        shape = content["shape"] = options.get("shape", {"step": "tiny", "save": "small"}.get(kind, "58m"))
+        run = {"step": benchmark.run_pairs, "ladder": benchmark.run_ladder, "head": benchmark.run_head, "save": run_save}[kind]
+        rows = run(shape, repeats)
+        text = format_save(rows) if kind == "save" else benchmark.format_rows(kind, rows)
+    print(text)
     if "json" in options:
-        write_json(options["json"], {"shape": shape, "rows": rows})
+        write_json(options["json"], {**content, "rows": rows})
     if "plot" in options:
         benchmark.plot_ladder(shape, rows, options["plot"])
     return 0

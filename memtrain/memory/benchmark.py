@@ -23,14 +23,13 @@ from torch import Tensor
 
 from memtrain.command import BadInput
 from memtrain.config import make_config
+from memtrain.memory.device import TUNED_MALLOC
 from memtrain.memory.peers import has_torchtune, torchtune_step, transformers_step
 from memtrain.model.loss import linear_cross_entropy
 from memtrain.model.presets import PRESETS, LlamaConfig
 from memtrain.options import RunConfig
 
 MIB = 2**20
-# glibc keeps freed memory by default; with these a process holds what its tensors hold
-TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 WARMUP_STEPS = 2  # the first makes the optimizer's state, the second is the first ordinary one
 
 SHAPES = {
@@ -213,9 +212,9 @@ def run_pairs(shape_name: str, repeats: int) -> list[dict[str, Any]]:
                   "memtrain": partial(memtrain_step, shape, options, rows, tokens)}
         row: dict[str, Any] = dict(options)
         for name, make in makers.items():
-            _reset_accelerate()
+            reset_accelerate()
             row[name + "_peak_bytes"] = peak_tensor_bytes(partial(warmed_step, make, ids))
-        _reset_accelerate()
+        reset_accelerate()
         steps: dict[str, Callable[[Tensor], float]] = {name: make() for name, make in makers.items()}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for repeat in range(WARMUP_STEPS + repeats):
@@ -232,7 +231,7 @@ def run_pairs(shape_name: str, repeats: int) -> list[dict[str, Any]]:
     return found
 
 
-def _reset_accelerate() -> None:
+def reset_accelerate() -> None:
     """Accelerate keeps the precision of the first Accelerator of a process."""
     from accelerate.state import AcceleratorState, GradientState
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from typing import Any
+
+import torch
 
 from memtrain.config import make_config
 from memtrain.memory.estimate import in_child, predict
 from memtrain.memory.planner import Planner, planned
+from memtrain.training.metrics import peak_bytes as process_peak_bytes
 
 BIG = {"model": "8b", "seq_len": 4096, "max_steps": 10, "mixed_precision": "bf16"}
 
@@ -33,6 +34,5 @@ def _plan() -> dict[str, Any]:
 
 
 def _row(work: str, recipes: int, peak_bytes: int, start: float) -> dict[str, Any]:
-    unit = 1 if sys.platform == "darwin" else 1024
     return {"work": work, "recipes": recipes, "peak_bytes": peak_bytes, "seconds": time.perf_counter() - start,
-            "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+            "process_bytes": process_peak_bytes(torch.device("cpu"))}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memtrain.config import make_config
-from memtrain.memory.benchmark import _reset_accelerate, memtrain_step
+from memtrain.memory.benchmark import memtrain_step, reset_accelerate
 from memtrain.model.presets import LlamaConfig
 from memtrain.training.step import build_model
 
@@ -52,7 +52,7 @@ def run_int8(repeats: int) -> list[dict[str, Any]]:
     steps: dict[str, Callable[[Tensor], float]] = {
         "bfloat16 held still, all gradients": held_still(True), "bfloat16 held still, no weight's gradient": held_still(False)}
     for optimizer in ("adafactor", "apollo"):
-        _reset_accelerate()
+        reset_accelerate()
         steps[f"int8, {optimizer}"] = memtrain_step(SHAPE, {**INT8, "optimizer": optimizer}, 1, TOKENS)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(1 + repeats):

@@ -11,6 +11,7 @@ import torch
 
 from memtrain.config import make_config
 from memtrain.data.prepare import Data, prepare
+from memtrain.memory.benchmark import reset_accelerate
 from memtrain.model.presets import model_config
 from memtrain.options import RunConfig
 from memtrain.training.finish import evaluate_data
@@ -34,10 +35,7 @@ RUNS: dict[str, tuple[dict[str, Any], Sequence[float]]] = {
 
 def final_loss(options: dict[str, Any], learning_rate: float, seed: int, updates: int) -> tuple[float, float]:
     """(loss on the held-out text after `updates`, bytes of weights and optimizer state a parameter)."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    reset_accelerate()
     config: RunConfig = make_config(RUN, {"max_steps": updates, "mixed_precision": "no"}, options,
                                     {"learning_rate": learning_rate, "seed": seed})
     shape, accelerator = model_config(config), make_accelerator(config)

@@ -31,7 +31,7 @@ def test_an_update_in_the_backward_holds_less(small, own_accelerate):
     peaks = {}
     for index, rung in enumerate(benchmark.LADDER):
         if rung.name in ("+ 8-bit state", "+ 8-bit, update in backward"):
-            benchmark._reset_accelerate()
+            benchmark.reset_accelerate()
             peaks[rung.name] = benchmark.measure({"what": "peak", "shape": "tiny", "rung": index})["peak_bytes"]
     assert peaks["+ 8-bit, update in backward"] < peaks["+ 8-bit state"]
 
