@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memtrain.command import BadInput
+from memtrain.memory.device import CONTEXT_BYTES, MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES, device_type, smallest_run
 
 if TYPE_CHECKING:
     from memtrain.options import RunConfig
@@ -18,10 +19,8 @@ if TYPE_CHECKING:
 # Python's objects, and the rounding of blocks to pages. Measured: 13 to 42 MiB for 43 to 840 MiB of tensors.
 BESIDE_TENSORS_BYTES = 64 * 2**20
 BESIDE_TENSORS_SHARE = 1 / 50
-# mallopt(3): blocks from 64 KiB on are maps of their own and go back when freed; threads share one arena (each other one
-# reserves 64 MiB of addresses)
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-MALLOC_SETTINGS = {M_TRIM_THRESHOLD: 65536, M_MMAP_THRESHOLD: 65536, M_ARENA_MAX: 1}
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # mallopt(3)
+MALLOC_SETTINGS = {M_TRIM_THRESHOLD: TRIM_THRESHOLD_BYTES, M_MMAP_THRESHOLD: MMAP_THRESHOLD_BYTES, M_ARENA_MAX: 1}
 
 
 def address_space_bytes() -> int:
@@ -48,7 +47,6 @@ def enforced_budget(config: RunConfig) -> Iterator[None]:
     if not config.enforce_budget:
         yield
         return
-    from memtrain.memory.device import CONTEXT_BYTES, device_type
     from memtrain.options import parse_bytes
 
     budget_bytes = parse_bytes(str(config.memory_budget))
@@ -88,7 +86,6 @@ def _load_everything(config: RunConfig) -> None:
     import torch
 
     from memtrain.data.order import Update
-    from memtrain.memory.device import smallest_run
     from memtrain.model.presets import model_config
     from memtrain.training.step import build, evaluate, make_accelerator, train_step
 

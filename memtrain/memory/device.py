@@ -33,8 +33,12 @@ CUBLAS_HOPPER_BYTES = 8 * 4096 * 1024
 # a CUDA 12 context with lazily loaded kernels; users report 300 to 600 MB by card and driver
 CONTEXT_BYTES = 500_000_000
 
-# glibc keeps freed memory by default; with these a process holds what its tensors hold (mallopt(3))
-TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+# mallopt(3). glibc keeps freed memory by default; with these a process holds what its tensors hold: large blocks are maps of
+# their own, and go back when freed. The slices of an optimizer's update stay below and are used again, since clearing new
+# pages for each would take longer than the update. Where addresses are capped, threads share
+# one arena too: each other one reserves 64 MiB of them.
+MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES = 2**19, 2**22
+TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES), "MALLOC_TRIM_THRESHOLD_": str(TRIM_THRESHOLD_BYTES)}
 
 
 class CachingAllocator:

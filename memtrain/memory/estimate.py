@@ -28,7 +28,7 @@ from memtrain.data.order import Update
 from memtrain.memory.device import GPU_STATUS, gpu_apart
 from memtrain.memory.ledger import PHASES, Ledger, Snapshot, Window, Work
 from memtrain.memory.tracker import Tracker
-from memtrain.model import int8, loss
+from memtrain.model import int8, layers, loss
 from memtrain.model.huggingface import export
 from memtrain.model.presets import LlamaConfig
 from memtrain.optim import by_rows, low_memory
@@ -146,7 +146,7 @@ def play(config: RunConfig, shape: LlamaConfig, num_processes: int = 1, whole: b
     played = min(wanted, 2)
     with _own_state(), ExitStack() as stack:
         accelerator = make_accelerator(config)
-        tracker = Tracker(accelerator.device.type, count_work=True)
+        tracker = Tracker(accelerator.device.type, count_work=True, keep_all=True)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _shorten(stack, tracker)
         # the initial weights of a folder have the bytes of any others
@@ -255,7 +255,7 @@ def _shorten(stack: ExitStack, tracker: Tracker) -> None:
     stack.enter_context(mock.patch.dict(low_memory.RULES, rules))
     stack.enter_context(mock.patch.object(low_memory, "range", _ends, create=True))
     stack.enter_context(mock.patch.object(by_rows, "range", _ends, create=True))
-    for module in (loss, int8):
+    for module in (loss, int8, layers):
         stack.enter_context(mock.patch.object(module, "range", _ends_with_work(tracker), create=True))
     # the model is built where it trains; a fake parameter cannot be exchanged
     stack.enter_context(mock.patch.object(torch.nn.Module, "to", lambda module, *args, **kwargs: module))

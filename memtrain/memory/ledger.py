@@ -66,8 +66,27 @@ class Ledger:
         self.sizes.append(nbytes)
         self.moment_of.append(index)
 
-    def snapshots(self) -> dict[str, Snapshot]:
-        """The peak of each phase that occurred, and of all under `""`."""
+    def forget(self, alive: Iterable[int]) -> None:
+        """Drop the storages that lived at no phase's peak so far and are not in `alive` (numbers): of what is left, peaks and
+        their parts are the same. A long run's log stays short."""
+        wanted = {index for _, index in self._peaks().values()}
+        levels: dict[int, int] = {}
+        kept = set(alive)
+        for index, (number, nbytes) in enumerate(zip(self.numbers, self.sizes, strict=True)):
+            levels[number] = levels.get(number, 0) + nbytes
+            if levels[number] == 0:
+                del levels[number]
+            if index in wanted:
+                kept |= levels.keys()
+        dropped = set(self.numbers).difference(kept)
+        places = [index for index, number in enumerate(self.numbers) if number in kept]
+        self.numbers, self.sizes, self.moment_of = (
+            array(log.typecode, [log[index] for index in places]) for log in (self.numbers, self.sizes, self.moment_of))
+        for number in dropped:
+            self.part_of.pop(number, None)
+
+    def _peaks(self) -> dict[str, tuple[int, int]]:
+        """(level, index of the event) of each phase's peak, and of all under `""`; index -1 where there was none."""
         best = dict.fromkeys(("", *PHASES), (0, -1))
         level = 0
         for index, (nbytes, moment) in enumerate(zip(self.sizes, self.moment_of, strict=True)):
@@ -76,6 +95,11 @@ class Ledger:
                 for name in ("", self.moments[moment][0]):
                     if level > best[name][0]:
                         best[name] = (level, index)
+        return best
+
+    def snapshots(self) -> dict[str, Snapshot]:
+        """The peak of each phase that occurred, and of all under `""`."""
+        best = self._peaks()
         wanted = {index for _, index in best.values() if index >= 0}
         parts = self._parts_at(wanted)
         found = {}

@@ -6,6 +6,8 @@ for itself and frees before it returns is not seen there; `kernels` knows the CP
 
 from __future__ import annotations
 
+import gc
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, ValuesView
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from memtrain.memory.kernels import operation_flops, scratch_bytes
 from memtrain.memory.ledger import Ledger, Window, Work
 
 _aten = torch.ops.aten
+FORGET_EVENTS = 2**18  # logged between two times when what is no longer needed is dropped: 5 MiB
 
 
 @dataclass
@@ -35,11 +38,12 @@ class _Live:
 class Tracker(TorchDispatchMode):
     """Within this context, every storage on `device_type` is counted. `attach` gives the bytes their names.
 
-    count_work: also count `Work` by place (slower). scalar: what `.item()` gives of a fake tensor, which has no value.
+    count_work: also count `Work` by place (slower). keep_all: log every event, and not only what snapshots need.
     """
 
-    def __init__(self, device_type: str = "cpu", count_work: bool = False) -> None:
+    def __init__(self, device_type: str = "cpu", count_work: bool = False, keep_all: bool = False) -> None:
         super().__init__()
+        self.forget_at = math.inf if keep_all else FORGET_EVENTS
         self.device_type, self.count_work = device_type, count_work
         self.live: dict[int, _Live] = {}
         self.outside: dict[int, Any] = {}  # storages that are not ours to count
@@ -85,7 +89,17 @@ class Tracker(TorchDispatchMode):
             self.scratch(scratch_bytes(func, args))
         if self.count_work:
             self._count(func, args, kwargs, out)
+        if len(self.ledger.sizes) > self.forget_at:
+            self._forget()
         return out
+
+    def _forget(self) -> None:
+        collects = gc.isenabled()
+        gc.disable()  # the end of a storage would be logged into a log that is being copied
+        self.ledger.forget(found.number for found in self.live.values())
+        self.forget_at = len(self.ledger.sizes) + FORGET_EVENTS
+        if collects:
+            gc.enable()
 
     def see(self, tensor: Tensor, part: str | None = None) -> None:
         """Count the storage of `tensor` (once), and name its part if given."""

@@ -12,7 +12,7 @@ from memtrain.model.layers import UpdateRows
 
 LARGEST = 127
 BLOCK_NUMBERS = 2**21  # of a weight, widened at a time: its gradient in bfloat16 then takes 4 MiB
-CHUNK_TOKENS = 1024  # whose gradient is summed over blocks of rows, in float32
+CHUNK_NUMBERS = 2**21  # of an input's gradient, summed over blocks of rows in float32 at a time: 8 MiB
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -100,8 +100,9 @@ class _Int8Product(torch.autograd.Function):
         linear, x, shape = ctx.linear, x.flatten(0, -2), x.shape
         grad = grad.flatten(0, -2)
         grad_x = torch.empty_like(x)
-        for first in range(0, x.shape[0], CHUNK_TOKENS):
-            part = slice(first, first + CHUNK_TOKENS)
+        tokens = max(1, CHUNK_NUMBERS // x.shape[1])
+        for first in range(0, x.shape[0], tokens):
+            part = slice(first, first + tokens)
             total = torch.zeros(x[part].shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
             for block in row_blocks(linear.weight):
                 total += (grad[part, block] * linear.weight_scale[block]).to(x.dtype) @ linear.weight[block].to(x.dtype)

@@ -1,4 +1,4 @@
-"""Linear and RMSNorm that keep for the backward only what cannot be had again for next to nothing."""
+"""Linear, SwiGLU and RMSNorm that keep for the backward only what cannot be had again for next to nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+BLOCK_NUMBERS = 2**21  # of an elementwise backward, worked on at a time
 UpdateRows = Callable[[int, Tensor], None]  # (first row, gradient of the rows from there on)
 
 
@@ -56,6 +57,37 @@ class _CastLinear(torch.autograd.Function):
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = flat.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both of one shape and dtype. Keeps the two alone, and in the backward writes their gradients over them:
+    of a layer's activations they are the widest. A second backward raises RuntimeError."""
+    if torch.compiler.is_compiling():  # which fuses the two operations, and itself chooses what to keep
+        return F.silu(gate) * up
+    return _SwiGLU.apply(gate, up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.spent = False
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.spent:
+            raise RuntimeError("the inputs of swiglu now hold their gradients; run the forward again for a second backward")
+        ctx.spent = True
+        gate, up = (saved.flatten() for saved in ctx.saved_tensors)
+        flat = grad.flatten()
+        for start in range(0, gate.numel(), BLOCK_NUMBERS):
+            block = slice(start, start + BLOCK_NUMBERS)
+            grad_up = F.silu(gate[block]).mul_(flat[block])
+            grad_silu = flat[block] * up[block]
+            torch.ops.aten.silu_backward.grad_input(grad_silu, gate[block], grad_input=gate[block])
+            up[block] = grad_up
+        return gate.view_as(grad), up.view_as(grad)
 
 
 class RMSNorm(nn.Module):

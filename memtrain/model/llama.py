@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from memtrain.model.embedding import Embedding
 from memtrain.model.gradient_checkpointing import POLICIES
 from memtrain.model.int8 import Int8Linear
-from memtrain.model.layers import Linear, RMSNorm, UpdateRows, compute_dtype
+from memtrain.model.layers import Linear, RMSNorm, UpdateRows, compute_dtype, swiglu
 from memtrain.model.loss import linear_cross_entropy
 from memtrain.model.offload import offload_activations
 from memtrain.model.presets import LlamaConfig
@@ -134,7 +134,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """SwiGLU (arXiv 2002.05202). `recomputed`: what it keeps is a recomputation's, used once and at once."""
+
+    recomputed = False
 
     def __init__(self, config: LlamaConfig, linear: MakeLinear) -> None:
         super().__init__()
@@ -144,7 +146,8 @@ class MLP(nn.Module):
         self.down_proj = linear(i, h, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(swiglu(gate, up) if self.recomputed else F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):
@@ -185,6 +188,8 @@ class LlamaModel(nn.Module):
             for module in layer.modules():
                 if isinstance(module, Linear):
                     module.recomputed = kind != "none" and index < layers
+                elif isinstance(module, MLP):
+                    module.recomputed = kind == "full" and index < layers
 
     def forward(self, input_ids_NS: Tensor, attention_mask_NS: Tensor | None, document_lengths: list[int] | None,
                 cache: KeyValueCache | None) -> Tensor:

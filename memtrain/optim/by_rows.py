@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from memtrain.optim.low_bit import mix_seed, noise_halves, stochastic_round_
-from memtrain.optim.rule import FACTORED_EPS, Step
+from memtrain.optim.rule import FACTORED_EPS, SLICE, Step
 
-SLICE = 2**16  # numbers updated at a time: float32 slices of 256 KiB stay in the cache of a core, and malloc keeps them at hand
 INT8_LARGEST = 127
 # A row's scale stays as it is, so that numbers with no update stay too, until its largest passes 127 or falls below a third.
 # Then the largest becomes 100.

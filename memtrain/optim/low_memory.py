@@ -16,9 +16,7 @@ from torch import Tensor
 from memtrain.command import BadInput
 from memtrain.optim.by_rows import BY_ROWS
 from memtrain.optim.low_bit import STATE_CODES, Moment, mix_seed, noise_bits, stochastic_round_
-from memtrain.optim.rule import FACTORED_EPS, Step
-
-SLICE = 2**18  # numbers updated at a time: float32 slices of 1 MiB stay in the cache of a CPU core
+from memtrain.optim.rule import FACTORED_EPS, SLICE, Step
 
 
 @dataclass

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-# slices of an update are at hand, everything larger goes back when it is freed
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
-
 
 @pytest.mark.seven_billion
 def test_two_updates():
@@ -18,7 +15,7 @@ def test_two_updates():
     config = load_config(["llama_7b_8gb"])
     shape = model_config(config)
     assert shape.parameter_count > 6.7e9 and shape.vocab_size == 32000
-    found = real_run_result(start_real_run(config, **MALLOC), timeout_seconds=3600)
+    found = real_run_result(start_real_run(config), timeout_seconds=3600)
     predicted = predict(config, shape).peak_bytes
     print(f"process {found['process_bytes'] / 1e9:.3f} GB, tensors {found['tensor_bytes'] / 1e9:.3f} GB, predicted "
           f"{predicted / 1e9:.3f} GB")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from real_runs import Steps, allocator_peaks, make_update, tiny_config
 
-from memtrain.memory.ledger import PARTS
+from memtrain.memory import tracker as tracker_module
+from memtrain.memory.ledger import PARTS, Ledger
 from memtrain.memory.tracker import Tracker
 
 RUNS = [{}, {"mixed_precision": "bf16", "gradient_checkpointing": "selective", "micro_batch_size": 2},
@@ -59,6 +61,24 @@ def test_parts_are_the_tensors_of_the_state():
     assert found.phase_parts["backward"]["activations"] > 0
     # the first update has its peak without optimizer state in the forward
     assert first[1].phase_parts["forward"]["optimizer"] == 0
+
+
+@pytest.mark.parametrize("options", RUNS, ids=str)
+def test_a_short_log_has_the_peaks_of_the_whole_one(options, tmp_path: Path, monkeypatch):
+    """The same run twice; the second time the log drops what no peak needs, many times over."""
+    monkeypatch.setattr(tracker_module, "FORGET_EVENTS", 300)
+    forgotten = []
+    forget = Ledger.forget
+    monkeypatch.setattr(Ledger, "forget", lambda ledger, alive: forgotten.append(forget(ledger, alive)))
+    whole, short = trackers = Tracker("cpu", keep_all=True), Tracker("cpu")
+    for tracker in trackers:
+        steps = Steps(tiny_config(**options), tmp_path / str(tracker.forget_at))
+        with tracker:
+            steps.run(lambda name: nullcontext(), tracker.attach)
+            tracker.detach()
+    assert short.ledger.snapshots() == whole.ledger.snapshots()
+    assert len(forgotten) > 3 and 2 * len(short.ledger.sizes) < len(whole.ledger.sizes)
+    assert len(short.ledger.part_of) < len(whole.ledger.part_of)
 
 
 def test_nothing_stays_after_detach():

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from memtrain.model.layers import Linear, RMSNorm
+from memtrain.model import layers
+from memtrain.model.layers import Linear, RMSNorm, swiglu
 
 SHAPES = [(6, 24), (2, 5, 24)]
 
@@ -212,3 +215,39 @@ def test_rms_norm_with_frozen_weight_or_input():
     found = run(frozen, x)
     assert found[2] == [None]
     assert_same(found[1], wanted[1])
+
+
+# ---- SwiGLU ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [2**20, 128])  # whole vectors: the rest of a row of numbers is computed in another way
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_swiglu_equals_torchs(dtype, block, contiguous, monkeypatch):
+    monkeypatch.setattr(layers, "BLOCK_NUMBERS", block)
+    torch.manual_seed(0)
+    leaves = [torch.randn(3, 7, 40, dtype=dtype) for _ in range(3)]
+    if not contiguous:
+        leaves = [leaf.transpose(0, 2) for leaf in leaves]
+    found = []
+    for function in (swiglu, lambda gate, up: F.silu(gate) * up):
+        gate, up = (leaf.detach().clone().requires_grad_() for leaf in leaves[:2])
+        out = function(gate * 2, up * 3)  # what it takes over must not be a leaf
+        out.backward(leaves[2].clone())
+        found.append((out.detach(), gate.grad, up.grad))
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other)
+
+
+def test_swiglu_keeps_gate_and_up_and_works_in_them(monkeypatch, peak_bytes):
+    monkeypatch.setattr(layers, "BLOCK_NUMBERS", 64)
+    gate, up = (torch.randn(64, 512, requires_grad=True) for _ in range(2))
+    with Saved() as saved:
+        out = swiglu(gate * 2, up * 3)
+    assert saved.total == 2 * out.nbytes
+    grad = torch.randn_like(out)
+    kept = SimpleNamespace(saved_tensors=(gate * 2, up * 3), spent=False)
+    with torch.no_grad():
+        assert peak_bytes(lambda: layers._SwiGLU.backward(kept, grad)) <= 4 * 64 * 4
+    out.backward(grad, retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        out.backward(grad)
