@@ -236,10 +236,10 @@ class LlamaForCausalLM(nn.Module):
 
     Weights start as N(0, initializer_range), biases at 0, norms at 1 (transformers' Llama does the same).
     A tied head has no parameter of its own: the embedding is stored, saved and updated once.
-    int8: linear layers and head (untied) hold int8 weights, from the start.
+    int8: linear layers and head (untied) hold int8 weights, from the start. initialise: False where others are read over them.
     """
 
-    def __init__(self, config: LlamaConfig, int8: bool = False) -> None:
+    def __init__(self, config: LlamaConfig, int8: bool = False, initialise: bool = True) -> None:
         super().__init__()
         self.config = config
         self.model = LlamaModel(config, Int8Linear if int8 else Linear)
@@ -247,7 +247,8 @@ class LlamaForCausalLM(nn.Module):
                         (Int8Linear if int8 else nn.Linear)(config.hidden_size, config.vocab_size, bias=False))
         self.loss_chunk_tokens: int | None = None
         self.update_head_rows: UpdateRows | None = None
-        self.apply(self._initialise)
+        if initialise:
+            self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
         if isinstance(module, Int8Linear):
@@ -284,11 +285,11 @@ class LlamaForCausalLM(nn.Module):
                                     self.update_head_rows, getattr(self.lm_head, "weight_scale", None))
 
 
-def new_model(shape: LlamaConfig, param_dtype: str) -> LlamaForCausalLM:
+def new_model(shape: LlamaConfig, param_dtype: str, initialise: bool = True) -> LlamaForCausalLM:
     """A model whose weights are made in `param_dtype` (int8: but embedding and norms in bfloat16) and never in another."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if param_dtype == "int8" else getattr(torch, param_dtype))
     try:
-        return LlamaForCausalLM(shape, int8=param_dtype == "int8")
+        return LlamaForCausalLM(shape, param_dtype == "int8", initialise)
     finally:
         torch.set_default_dtype(default)

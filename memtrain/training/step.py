@@ -98,8 +98,9 @@ def on_main_first(accelerator: Accelerator, work: Callable[[], Result]) -> Resul
 def build_model(config: RunConfig, shape: LlamaConfig) -> LlamaForCausalLM:
     """The model with its first weights (from the seed, or those of `config.model`), on the CPU, in `param_dtype`."""
     set_seed(config.seed)
-    model = new_model(shape, config.param_dtype)
-    if is_weights_source(config.model):
+    from_source = is_weights_source(config.model)
+    model = new_model(shape, config.param_dtype, initialise=not from_source)
+    if from_source:
         load_weights(model, config.model)
     set_recipe(model, config)
     return model

@@ -182,6 +182,25 @@ def test_weights_of_a_folder_are_quantised_by_rows(small_blocks, make_model, tmp
             assert torch.equal(own, parameter.to(torch.bfloat16)), name
 
 
+@pytest.mark.parametrize("param_dtype", ["float32", "int8"])
+def test_a_start_from_a_folder_makes_no_random_weights(param_dtype, make_model, tmp_path, monkeypatch):
+    """7B of them would take a minute; nothing of what was there before may be left."""
+    from memtrain.config import make_config
+    from memtrain.training.step import build_model
+
+    wide_model = make_model(tie_word_embeddings=False)
+    export(wide_model.state_dict(), wide_model.config, Tokenizer(), tmp_path / "export")
+    options = {"optimizer": "adafactor", "optimizer_in_backward": True, "head_in_blocks": True, "max_grad_norm": None}
+    config = make_config({"model": str(tmp_path / "export"), "max_steps": 1, "param_dtype": param_dtype,
+                          **(options if param_dtype == "int8" else {})})
+    monkeypatch.setattr(LlamaForCausalLM, "_initialise", lambda *_: pytest.fail("random weights"))
+    model = build_model(config, wide_model.config)
+    found, wanted = model.state_dict(), wide_model.state_dict()
+    for name, tensor in wanted.items():
+        own = widened(found[name], found.get(name + "_scale"), torch.float32)
+        assert (own - tensor).abs().max() <= (0 if param_dtype == "float32" else 0.01 * tensor.abs().max()), name
+
+
 def test_own_weights_come_back_as_they_are(make_shape, tmp_path):
     from safetensors.torch import save_file
 
