@@ -32,6 +32,7 @@ from memtrain.model import int8, layers, loss
 from memtrain.model.huggingface import export
 from memtrain.model.presets import LlamaConfig
 from memtrain.optim import by_rows, low_memory
+from memtrain.optim.rule import numbers_at_a_time
 from memtrain.options import RunConfig
 from memtrain.training import checkpoint as checkpoints
 from memtrain.training import disk
@@ -292,7 +293,7 @@ def _once_for_each_shape(tracker: Tracker, rule: Callable[..., None]) -> Callabl
                **scale: Tensor) -> None:
         key = (tuple(weight.shape), tuple(grad.shape), weight.dtype, bits, step.number == 1 and first == 0)
         if key not in known:
-            slices = max(1, -(-grad.numel() // low_memory.SLICE))  # no_rows has none
+            slices = max(1, -(-grad.numel() // numbers_at_a_time(low_memory.SLICE, weight.device)))  # no_rows has none
             with tracker.own_rise() as found:
                 rule(weight, grad, state, step, bits, seed, first, **scale)
             work = found.work.times(slices / min(slices, 3))
