@@ -24,7 +24,7 @@ RUN: dict[str, Any] = {
 _SMALL = {"optimizer_in_backward": True, "max_grad_norm": None, "head_in_blocks": True}
 _INT8 = {**_SMALL, "param_dtype": "int8"}
 RELATIVE_RATES = (0.02, 0.04, 0.08)  # of Adafactor, whose steps are relative to the size of what they change
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (5e-4, 1e-3, 2e-3)
 RUNS: dict[str, tuple[dict[str, Any], Sequence[float]]] = {
     "float32 AdamW": ({}, RATES),
     "bfloat16, adamw_8bit": ({**_SMALL, "param_dtype": "bfloat16", "optimizer": "adamw_8bit"}, RATES),
