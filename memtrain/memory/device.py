@@ -35,8 +35,8 @@ CONTEXT_BYTES = 500_000_000
 
 # mallopt(3). glibc keeps freed memory by default; with these a process holds what its tensors hold: large blocks are maps of
 # their own, and go back when freed. The slices of an optimizer's update stay below and are used again, since clearing new
-# pages for each would take longer than the update. Where addresses are capped, threads share
-# one arena too: each other one reserves 64 MiB of them.
+# pages for each would take longer than the update. Where addresses are capped, threads share one arena too: each other one
+# reserves 64 MiB of them.
 MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES = 2**19, 2**22
 TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES), "MALLOC_TRIM_THRESHOLD_": str(TRIM_THRESHOLD_BYTES)}
 

@@ -293,7 +293,7 @@ def _once_for_each_shape(tracker: Tracker, rule: Callable[..., None]) -> Callabl
                **scale: Tensor) -> None:
         key = (tuple(weight.shape), tuple(grad.shape), weight.dtype, bits, step.number == 1 and first == 0)
         if key not in known:
-            slices = max(1, -(-grad.numel() // numbers_at_a_time(low_memory.SLICE, weight.device)))  # no_rows has none
+            slices = max(1, -(-grad.numel() // numbers_at_a_time(weight.device)))  # no_rows has none
             with tracker.own_rise() as found:
                 rule(weight, grad, state, step, bits, seed, first, **scale)
             work = found.work.times(slices / min(slices, 3))

@@ -78,12 +78,10 @@ class Ledger:
                 del levels[number]
             if index in wanted:
                 kept |= levels.keys()
-        dropped = set(self.numbers).difference(kept)
         places = [index for index, number in enumerate(self.numbers) if number in kept]
         self.numbers, self.sizes, self.moment_of = (
             array(log.typecode, [log[index] for index in places]) for log in (self.numbers, self.sizes, self.moment_of))
-        for number in dropped:
-            self.part_of.pop(number, None)
+        self.part_of = {number: part for number, part in self.part_of.items() if number in kept}
 
     def _peaks(self) -> dict[str, tuple[int, int]]:
         """(level, index of the event) of each phase's peak, and of all under `""`; index -1 where there was none."""

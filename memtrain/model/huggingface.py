@@ -196,6 +196,6 @@ def load_model(folder: str, dtype: torch.dtype = torch.float32) -> LlamaForCausa
     shape = read_config_json(path / "config.json")
     if problems := shape_problems(shape):
         raise BadInput("\n".join(f"{path}: {problem}" for problem in problems))
-    model = LlamaForCausalLM(shape).to(dtype)
+    model = LlamaForCausalLM(shape, initialise=False).to(dtype)
     load_weights(model, str(path))
     return model.eval()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memtrain.optim.low_bit import mix_seed, noise_halves, stochastic_round_
-from memtrain.optim.rule import FACTORED_EPS, SLICE, Step, numbers_at_a_time
+from memtrain.optim.rule import FACTORED_EPS, Step, numbers_at_a_time
 
 INT8_LARGEST = 127
 # A row's scale stays as it is, so that numbers with no update stay too, until its largest passes 127 or falls below a third.
@@ -45,7 +45,7 @@ def update_rows(weight: Tensor, scale: Tensor | None, grad: Tensor, step: Step, 
     """weight [R, C] (int8 with scale [R], else float): the rows that start with number `first` -= rate * direction(gradient
     [b, C], these rows, their root mean square [b]). grad: [rows, C]."""
     columns = weight.shape[1]
-    size = max(1, numbers_at_a_time(SLICE, weight.device) // columns)
+    size = max(1, numbers_at_a_time(weight.device) // columns)
     for start in range(0, grad.shape[0], size):
         g = grad[start:start + size].float()
         place = first // columns + start

@@ -16,7 +16,7 @@ from torch import Tensor
 from memtrain.command import BadInput
 from memtrain.optim.by_rows import BY_ROWS
 from memtrain.optim.low_bit import STATE_CODES, Moment, mix_seed, noise_bits, stochastic_round_
-from memtrain.optim.rule import FACTORED_EPS, SLICE, Step, numbers_at_a_time
+from memtrain.optim.rule import FACTORED_EPS, Step, numbers_at_a_time
 
 
 @dataclass
@@ -127,7 +127,7 @@ def slices(grad: Tensor, first: int) -> Iterator[tuple[int, int, Tensor]]:
     """(start, stop, float32 gradient) of pieces of the flattened parameter, of which `grad` is the gradient from number
     `first` on."""
     flat = grad.view(-1)
-    size = numbers_at_a_time(SLICE, grad.device)
+    size = numbers_at_a_time(grad.device)
     for start in range(0, flat.numel(), size):
         piece = flat[start:start + size]
         yield first + start, first + start + piece.numel(), piece.float()
@@ -198,7 +198,7 @@ def adafactor(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, b
     w_RC, g_RC = (weight.flatten(0, -2), grad.flatten(0, -2)) if matrix else (weight[None], grad[None])
     rows, columns = w_RC.shape
     keep = step.number**-0.8
-    at_once = max(1, numbers_at_a_time(SLICE, weight.device) // columns)
+    at_once = max(1, numbers_at_a_time(weight.device) // columns)
     parts = [slice(start, min(start + at_once, rows)) for start in range(0, rows, at_once)]
     if not matrix:
         square = state.setdefault("exp_avg_sq", torch.zeros(columns, dtype=torch.float32, device=weight.device))

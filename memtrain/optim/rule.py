@@ -29,6 +29,6 @@ GPU_SLICES = 16  # at a time on a GPU, which would be done with one before the n
 FACTORED_EPS = (2.0**-23, 1e-3)
 
 
-def numbers_at_a_time(numbers: int, device: torch.device) -> int:
-    """`numbers` on a CPU, GPU_SLICES times as many elsewhere."""
-    return numbers if device.type == "cpu" else GPU_SLICES * numbers
+def numbers_at_a_time(device: torch.device) -> int:
+    """SLICE on a CPU, GPU_SLICES times as many elsewhere."""
+    return SLICE if device.type == "cpu" else GPU_SLICES * SLICE

@@ -284,7 +284,7 @@ def open_model(source: str) -> Opened:
     path = newest or path
     if (path / RUN_STATE).exists() or path.name.startswith(("step-", PARTIAL)):
         run = read_run_state(path, contents=newest is None)
-        model = new_model(run.shape, "int8" if run.config["param_dtype"] == "int8" else "float32")
+        model = new_model(run.shape, "int8" if run.config["param_dtype"] == "int8" else "float32", initialise=False)
         load_weights(model, str(path))
         return Opened(path, model.eval(), load_tokenizer(str(path / "tokenizer")), run.config)
     if (not path.exists() and source.startswith((".", "/", "~"))) or path.is_file():

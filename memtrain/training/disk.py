@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memtrain.command import BadInput
-from memtrain.optim import low_memory
+from memtrain.optim import low_memory, rule
 from memtrain.optim.low_memory import LowMemoryOptimizer
 
 # beside the tensors of a checkpoint: names, padding and one record for each of them; tokenizer, random states, run_state.json
@@ -51,11 +51,11 @@ def _state_bytes(optimizer: torch.optim.Optimizer, shape: torch.Size, dtype: tor
         twin.step(rows=low_memory.no_rows(parameter))
         return optimizer_bytes(twin)
     parameter.grad = torch.empty_like(parameter)
-    slice_numbers, low_memory.SLICE = low_memory.SLICE, max(1, parameter.numel())  # in one piece: it takes no memory
+    slice_numbers, rule.SLICE = rule.SLICE, max(1, parameter.numel())  # in one piece: it takes no memory
     try:
         twin.step()
     finally:
-        low_memory.SLICE = slice_numbers
+        rule.SLICE = slice_numbers
     return optimizer_bytes(twin)
 
 

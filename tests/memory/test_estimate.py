@@ -96,10 +96,10 @@ def test_shortened_plays_have_the_bytes_and_work_of_long_ones(options, monkeypat
     """Loops over slices and chunks are played at their ends: against playing every turn."""
     from memtrain.memory import estimate
     from memtrain.model.presets import model_config
-    from memtrain.optim import low_memory
+    from memtrain.optim import rule
 
     config = tiny_config(param_dtype="bfloat16", tie_word_embeddings="false", **options)
-    monkeypatch.setattr(low_memory, "SLICE", 2**15)
+    monkeypatch.setattr(rule, "SLICE", 2**15)
     short = estimate.predict(config, model_config(config))
     monkeypatch.setattr(estimate, "_ends", range)
     monkeypatch.setattr(estimate, "_once_for_each_shape", lambda tracker, rule: rule)

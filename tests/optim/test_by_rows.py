@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from memtrain.optim import by_rows
+from memtrain.optim import rule as rule_module
 from memtrain.optim.by_rows import BY_ROWS, stochastic_round_rows_
 from memtrain.optim.factory import rows_updater
 from memtrain.optim.low_bit import noise_halves
@@ -83,7 +84,7 @@ def test_any_number_of_rows_at_a_time(rule, dtype, monkeypatch):
     """Whole, by blocks, by slices within blocks, and after a state dict: the same bits, but for the order of column sums."""
     found = []
     for block, numbers in ((ROWS, 2**18), (5, 2**18), (8, 3 * COLUMNS), (1, 2**18)):
-        monkeypatch.setattr(by_rows, "SLICE", numbers)
+        monkeypatch.setattr(rule_module, "SLICE", numbers)
         weight, scale = matrix(dtype)
 
         def make(weight=weight):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memtrain.command import BadInput
-from memtrain.optim import low_memory
+from memtrain.optim import rule as rule_module
 from memtrain.optim.low_bit import NOISE_BITS, STATE_CODES, Code, mix_seed, noise_bits, stochastic_round_
 from memtrain.optim.low_memory import LowMemoryOptimizer
 
@@ -360,7 +360,7 @@ def test_bfloat16_weights_move_as_float32_ones(rule, bits):
 def test_slices_of_any_size_give_the_same_bits(rule, bits, dtype, monkeypatch):
     found = []
     for size in (2**18, 256, 768):
-        monkeypatch.setattr(low_memory, "SLICE", size)
+        monkeypatch.setattr(rule_module, "SLICE", size)
         parameters = make_parameters(*SHAPES, dtype=dtype)
         train(make(parameters, rule, bits), parameters, 5)
         found.append(parameters)
@@ -623,8 +623,8 @@ def test_state_bytes_per_parameter(rule, bits, wanted, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scratch_is_a_few_slices(rule, bits, dtype, peak_bytes, monkeypatch):
     """Above the state, once it exists: float32 slices, and not a parameter's worth; torch's fused AdamW needs none."""
-    assert 12 * 4 * low_memory.SLICE < 2**24, "16 MiB: nothing beside a model of a size that matters"
-    monkeypatch.setattr(low_memory, "SLICE", 2**12)
+    assert 12 * 4 * rule_module.SLICE < 2**24, "16 MiB: nothing beside a model of a size that matters"
+    monkeypatch.setattr(rule_module, "SLICE", 2**12)
     parameters = make_parameters((512, 512), (300, 100), dtype=dtype)
     optimizer = torch.optim.AdamW(parameters, fused=True) if rule == "torch" else make(parameters, rule, bits)
     train(optimizer, parameters, 1)
