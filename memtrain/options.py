@@ -65,7 +65,7 @@ class RunConfig:
     max_steps: int | None = option(None, "updates in the run (or set epochs)", minimum=1, may_change=True)
     epochs: int | None = option(None, "passes over the training rows (or set max_steps)", minimum=1, may_change=True)
     optimizer: str = option("adamw", "update rule and bits of its state",
-                            choices=("adamw", "adamw_8bit", "adamw_4bit", "adafactor", "lion_8bit", "apollo"))
+                            choices=("adamw", "adamw_8bit", "adamw_4bit", "adafactor", "lion_8bit", "adamw_factored"))
     learning_rate: float = option(1e-3, "highest learning rate", minimum=0, may_change=True)
     lr_schedule: str = option("cosine", "shape after warm-up", choices=("cosine", "linear", "constant", "wsd"))
     warmup_steps: int | None = option(None, "updates of linear warm-up; default: a tenth of the run", minimum=0)
@@ -100,7 +100,7 @@ class RunConfig:
     head_in_blocks: bool = option(False, "with optimizer_in_backward: form the head's gradient in the backward, some rows at a "
                                   "time, update and free these; one more product of the head")
     param_dtype: str = option("float32", "dtype of weights and gradients; bfloat16 is rounded stochastically, and so is "
-                              "int8 (linear layers and head, a scale per row; bfloat16 elsewhere)",
+                              "int8 (matrices, with a scale per row; norms are bfloat16)",
                               choices=("float32", "bfloat16", "float16", "int8"))
     mixed_precision: str | None = option(None, "no, bf16, fp16 or fp8; default: the launch config's",
                                          choices=("no", "bf16", "fp16", "fp8"))

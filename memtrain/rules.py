@@ -24,7 +24,7 @@ def _budget_problem(c: RunConfig) -> str | bool:
 # what int8 weights go together with, and why with nothing else
 WITH_INT8: dict[str, tuple[tuple[object, ...], str, str]] = {
     "head_in_blocks": ((True,), "no gradient exists whole, the head's included", "true and optimizer_in_backward=true"),
-    "optimizer": (("adafactor", "apollo"), "only adafactor and apollo update rows of int8", "adafactor"),
+    "optimizer": (("adafactor", "adamw_factored"), "only adafactor and adamw_factored update rows of int8", "adamw_factored"),
     "gradient_checkpointing": (("none", "full"), "a product comes in blocks, which selective cannot tell apart", "full"),
     "recomputed_rows": (("all",), "a weight changes with the first group of rows", "all"),
     "compile": ((False,), "its layers update themselves in the backward", "false"),

@@ -199,7 +199,7 @@ class Harness:
         partner = kill and len(codes) > 1 and (number == signal.SIGKILL or -number in codes)
         # a loader process whose training process is gone says that it cannot reach it
         loader = kill and self.options.workers and number == signal.SIGKILL
-        if not partner and (not set(codes) <= allowed or "Traceback" in log and not loader):
+        if not partner and (not set(codes) <= allowed or ("Traceback" in log and not loader)):
             self.problems.append(f"exit codes {codes}, allowed {allowed}: {log[-3000:]}")
         if "going on from" in log and (not whole or f"going on from {whole[-1]}:" not in log):
             self.problems.append(f"a bad load: {log[-500:]}; whole were {[path.name for path in whole]}")

@@ -41,6 +41,6 @@ GRID: list[dict[str, Any]] = [
     {**PURE, **IN_BLOCKS, "optimizer": "adamw_8bit", "gradient_checkpointing": "full", "recomputed_rows": 1},
     {**BF16, **IN_BLOCKS, "gradient_checkpointing": "selective", "recomputed_rows": 2},
     {"gradient_checkpointing": "full", "recomputed_rows": 3, "document_mask": "true"},
-    {**INT8, "optimizer": "apollo", "packing": "padded"},
+    {**INT8, "optimizer": "adamw_factored", "packing": "padded"},
     {**INT8, "gradient_checkpointing": "full", "loss_chunk_tokens": 32},
 ]

@@ -208,7 +208,7 @@ head_in_blocks: true                                         | optimizer_in_back
 head_in_blocks: on, optimizer_in_backward: on, max_grad_norm: none, optimizer: adafactor, tie_word_embeddings: no | adamw_8bit
 checkpointed_layers: 0, gradient_checkpointing: full         | gradient_checkpointing=none
 param_dtype: int8, optimizer: adafactor, max_grad_norm: none | head_in_blocks=true, optimizer_in_backward=true
-INT8, optimizer: adamw_8bit, tie_word_embeddings: false | optimizer=adafactor
+INT8, optimizer: adamw_8bit, tie_word_embeddings: false | optimizer=adamw_factored
 INT8, optimizer: adafactor, tie_word_embeddings: false, gradient_checkpointing: selective | gradient_checkpointing=full
 INT8, optimizer: adafactor, tie_word_embeddings: false, gradient_checkpointing: full, recomputed_rows: 1 | recomputed_rows=all
 INT8, optimizer: adafactor, tie_word_embeddings: false, compile: true | compile=false

@@ -291,7 +291,7 @@ def _once_for_each_shape(tracker: Tracker, rule: Callable[..., None]) -> Callabl
 
     def update(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Any, bits: int, seed: int, first: int,
                **scale: Tensor) -> None:
-        key = (tuple(weight.shape), tuple(grad.shape), weight.dtype, bits, step.number == 1 and first == 0)
+        key = (tuple(weight.shape), tuple(grad.shape), weight.dtype, bits, step.first_moment, step.number == 1 and first == 0)
         if key not in known:
             slices = max(1, -(-grad.numel() // numbers_at_a_time(weight.device)))  # no_rows has none
             with tracker.own_rise() as found:

@@ -51,7 +51,7 @@ def run_int8(repeats: int) -> list[dict[str, Any]]:
     ids = torch.randint(0, SHAPE.vocab_size, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
     steps: dict[str, Callable[[Tensor], float]] = {
         "bfloat16 held still, all gradients": held_still(True), "bfloat16 held still, no weight's gradient": held_still(False)}
-    for optimizer in ("adafactor", "apollo"):
+    for optimizer in ("adafactor", "adamw_factored"):
         reset_accelerate()
         steps[f"int8, {optimizer}"] = memtrain_step(SHAPE, {**INT8, "optimizer": optimizer}, 1, TOKENS)
     seconds: dict[str, list[float]] = {name: [] for name in steps}

@@ -33,8 +33,8 @@ STATES = ("adamw", "adamw_8bit", "adamw_4bit", "adafactor")  # each has less sta
 MOST_LAYER_STEPS = 8  # numbers of checkpointed layers that are tried
 MOST_MICRO_BATCHES = 6  # sizes of micro-batches that are tried
 # what int8 weights bring with them
-INT8: dict[str, Any] = {"param_dtype": "int8", "mixed_precision": "no", "optimizer": "adafactor", "optimizer_in_backward": True,
-                        "head_in_blocks": True, "recomputed_rows": "all", "compile": False}
+INT8: dict[str, Any] = {"param_dtype": "int8", "mixed_precision": "no", "optimizer": "adamw_factored", "compile": False,
+                        "optimizer_in_backward": True, "head_in_blocks": True, "recomputed_rows": "all"}
 ROW_GROUPS = 4  # in which a checkpointed layer may take a micro-batch
 
 

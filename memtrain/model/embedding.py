@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memtrain.model.int8 import initialise_, widened
 from memtrain.model.layers import UpdateRows
 from memtrain.model.loss import update_rows_at_a_time
 
@@ -24,18 +25,49 @@ class Embedding(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         if self.update_rows is None or not (torch.is_grad_enabled() and self.weight.requires_grad):
             return super().forward(ids)
-        return _EmbeddingByRows.apply(ids, self.weight, self.update_rows)
+        return _EmbeddingByRows.apply(ids, self.weight, None, None, self.update_rows)
+
+
+class Int8Embedding(nn.Module):
+    """As `Embedding`, with weight int8 [V, D] and weight_scale float32 [V], neither of which has a gradient. Rows come out in
+    the default dtype of the time it was made."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.int8), requires_grad=False)
+        self.weight_scale = nn.Parameter(torch.empty(vocab_size, dtype=torch.float32), requires_grad=False)
+        self.dtype = torch.get_default_dtype()
+        self.update_rows: UpdateRows | None = None
+
+    def initialise(self, std: float) -> None:
+        """N(0, std), rounded."""
+        initialise_(self.weight, self.weight_scale, std)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.update_rows is None or not torch.is_grad_enabled():
+            return _rows(ids, self.weight, self.weight_scale, self.dtype)
+        anchor = torch.empty(0, dtype=self.dtype, requires_grad=True)  # without it, no gradient would come back this far
+        return _EmbeddingByRows.apply(ids, self.weight, self.weight_scale, anchor, self.update_rows)
+
+
+def _rows(ids: Tensor, weight_VD: Tensor, scale_V: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[*ids, D] in `dtype`; scale_V: of an int8 weight."""
+    found = F.embedding(ids, weight_VD)
+    if scale_V is None:
+        return found
+    return widened(found.flatten(0, -2), scale_V[ids.flatten()], dtype).view(found.shape)
 
 
 class _EmbeddingByRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight_VD: Tensor, update_rows: UpdateRows) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight_VD: Tensor, scale_V: Tensor | None, anchor: Tensor | None,
+                update_rows: UpdateRows) -> Tensor:
         ctx.save_for_backward(ids, weight_VD)
         ctx.update_rows = update_rows
-        return F.embedding(ids, weight_VD)
+        return _rows(ids, weight_VD, scale_V, weight_VD.dtype if anchor is None else anchor.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         ids, weight_VD = ctx.saved_tensors
         rows = update_rows_at_a_time(weight_VD)
         for first in range(0, weight_VD.shape[0], rows):
@@ -44,4 +76,4 @@ class _EmbeddingByRows(torch.autograd.Function):
             # tokens of other blocks go to a row after the last, which the kernel leaves out
             index = index.where((index >= 0) & (index < count), count)
             ctx.update_rows(first, torch.ops.aten.embedding_dense_backward(grad, index, count + 1, count, False)[:count])
-        return None, None, None
+        return None, None, None, None, None

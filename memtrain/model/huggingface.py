@@ -155,7 +155,8 @@ def export(weights: Mapping[str, Tensor], shape: LlamaConfig, tokenizer: Any, fo
 
     Raises BadInput if `folder` holds anything else.
     """
-    dtype = dtype or str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    own = (weight.dtype for name, weight in weights.items() if weight.dtype != torch.int8 and not name.endswith(SCALE))
+    dtype = dtype or str(next(own)).removeprefix("torch.")
     folder = folder.absolute()
     check_export_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -35,6 +35,14 @@ def row_blocks(weight: Tensor) -> Iterator[slice]:
         yield slice(first, min(first + rows, weight.shape[0]))
 
 
+@torch.no_grad()
+def initialise_(weight: Tensor, scale: Tensor, std: float) -> None:
+    """N(0, std), rounded; made by blocks, so that the weight exists in no other dtype."""
+    for block in row_blocks(weight):
+        values = torch.empty(weight[block].shape, dtype=torch.float32, device=weight.device).normal_(std=std)
+        quantise_(weight[block], scale[block], values)
+
+
 class Int8Linear(nn.Module):
     """As `nn.Linear`, with weight int8 [out, in] and weight_scale float32 [out], neither of which has a gradient.
 
@@ -50,12 +58,9 @@ class Int8Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         self.update_rows: UpdateRows | None = None
 
-    @torch.no_grad()
     def initialise(self, std: float) -> None:
-        """N(0, std), rounded; made by blocks, so that the weight exists in no other dtype."""
-        for block in row_blocks(self.weight):
-            values = torch.empty(self.weight[block].shape, dtype=torch.float32, device=self.weight.device).normal_(std=std)
-            quantise_(self.weight[block], self.weight_scale[block], values)
+        """N(0, std), rounded."""
+        initialise_(self.weight, self.weight_scale, std)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and x.requires_grad:

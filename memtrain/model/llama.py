@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memtrain.model.embedding import Embedding
+from memtrain.model.embedding import Embedding, Int8Embedding
 from memtrain.model.gradient_checkpointing import POLICIES
 from memtrain.model.int8 import Int8Linear
 from memtrain.model.layers import Linear, RMSNorm, UpdateRows, compute_dtype, swiglu
@@ -166,10 +166,11 @@ class DecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, decoder layers, last norm."""
 
-    def __init__(self, config: LlamaConfig, linear: MakeLinear) -> None:
+    def __init__(self, config: LlamaConfig, int8: bool) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = (Int8Embedding if int8 else Embedding)(config.vocab_size, config.hidden_size)
+        linear: MakeLinear = Int8Linear if int8 else Linear
         self.layers = nn.ModuleList(DecoderLayer(config, index, linear) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.offload_activations = False
@@ -236,13 +237,14 @@ class LlamaForCausalLM(nn.Module):
 
     Weights start as N(0, initializer_range), biases at 0, norms at 1 (transformers' Llama does the same).
     A tied head has no parameter of its own: the embedding is stored, saved and updated once.
-    int8: linear layers and head (untied) hold int8 weights, from the start. initialise: False where others are read over them.
+    int8: embedding, linear layers and head (untied) hold int8 weights, from the start. initialise: False where others are
+    read over them.
     """
 
     def __init__(self, config: LlamaConfig, int8: bool = False, initialise: bool = True) -> None:
         super().__init__()
         self.config = config
-        self.model = LlamaModel(config, Int8Linear if int8 else Linear)
+        self.model = LlamaModel(config, int8)
         self.lm_head = (None if config.tie_word_embeddings else
                         (Int8Linear if int8 else nn.Linear)(config.hidden_size, config.vocab_size, bias=False))
         self.loss_chunk_tokens: int | None = None
@@ -251,7 +253,7 @@ class LlamaForCausalLM(nn.Module):
             self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
-        if isinstance(module, Int8Linear):
+        if isinstance(module, (Int8Linear, Int8Embedding)):
             module.initialise(self.config.initializer_range)
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
@@ -286,7 +288,7 @@ class LlamaForCausalLM(nn.Module):
 
 
 def new_model(shape: LlamaConfig, param_dtype: str, initialise: bool = True) -> LlamaForCausalLM:
-    """A model whose weights are made in `param_dtype` (int8: but embedding and norms in bfloat16) and never in another."""
+    """A model whose weights are made in `param_dtype` (int8: but norms and biases in bfloat16) and never in another."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if param_dtype == "int8" else getattr(torch, param_dtype))
     try:

@@ -15,19 +15,25 @@ from memtrain.optim.low_bit import mix_seed, noise_halves, stochastic_round_
 from memtrain.optim.rule import FACTORED_EPS, Step, numbers_at_a_time
 
 INT8_LARGEST = 127
-# A row's scale stays as it is, so that numbers with no update stay too, until its largest passes 127 or falls below a third.
-# Then the largest becomes 100.
-INT8_SMALLEST, INT8_RENEWED = 42.0, 100.0
+# A row's scale stays as it is, so that numbers with no update stay too, until its largest passes 127 or falls below 90.
+# Then the largest becomes 120: steps are as fine as the row allows.
+INT8_SMALLEST, INT8_RENEWED = 90.0, 120.0
+GOLDEN = 40503  # 2^16 / 1.618..., odd: 2^16 updates see every phase once
+LONGEST = 8.0  # root mean square of a row's direction, usually about 1: a row that is rarely needed takes a long step then
+SMALLEST_SCALE = 1e-30  # of a first moment: from 0 none would come back
 TINY = torch.finfo(torch.float32).tiny
-SHORTEST = 1e-18  # of a gradient: the squares of shorter ones are 0 in float32
 
 Direction = Callable[[Tensor, slice, Callable[[], Tensor]], Tensor]
 
 
-def stochastic_round_rows_(target: Tensor, scale: Tensor, values: Tensor, seed: int, start: int) -> None:
+def stochastic_round_rows_(target: Tensor, scale: Tensor, values: Tensor, seed: int, number: int, start: int) -> None:
     """Write float32 values [b, C], in units of the rows' scales, into int8 target [b, C]: up or down with the odds that make
     the mean exact; whole numbers stay. Overwrites `values`; changes a scale [b] where its row leaves the range of int8.
-    start: place of the first number in its parameter."""
+
+    number: of the update; start: place of the first number in its parameter. A place has random phases (of the seed) which
+    turn by the golden ratio from update to update: each is uniform, and all together are evenly spread, so that a steady small
+    change arrives to within about a step, where independent draws would leave it to a random walk.
+    """
     largest = values.abs().amax(dim=1)
     # also where it is infinite or undefined: no int8 can say so, the scale then does
     renew = ~((largest <= INT8_LARGEST) & ((largest >= INT8_SMALLEST) | (largest == 0)))
@@ -35,6 +41,7 @@ def stochastic_round_rows_(target: Tensor, scale: Tensor, values: Tensor, seed: 
     scale.mul_(factor)
     values.div_(factor[:, None])
     noise = noise_halves(start, start + values.numel(), seed, values.device).view(values.shape)
+    noise.add_((number * GOLDEN + 2**15) % 2**16 - 2**15)  # int16 goes round
     # (k + 1/2) / 2^16 for k from 0: with numbers below 2^7 the sum is exact in float32's 24 bits
     values.add_(noise.float().mul_(2.0**-16).add_(0.5 + 2.0**-17)).floor_()
     target.copy_(values)
@@ -43,7 +50,7 @@ def stochastic_round_rows_(target: Tensor, scale: Tensor, values: Tensor, seed: 
 def update_rows(weight: Tensor, scale: Tensor | None, grad: Tensor, step: Step, seed: int, first: int, rate: float,
                 direction: Direction) -> None:
     """weight [R, C] (int8 with scale [R], else float): the rows that start with number `first` -= rate * direction(gradient
-    [b, C], these rows, their root mean square [b]). grad: [rows, C]."""
+    [b, C], these rows, their root mean square [b]). grad: [rows, C]; a float32 one is overwritten."""
     columns = weight.shape[1]
     size = max(1, numbers_at_a_time(weight.device) // columns)
     for start in range(0, grad.shape[0], size):
@@ -57,11 +64,12 @@ def update_rows(weight: Tensor, scale: Tensor | None, grad: Tensor, step: Step, 
         def size_of_rows(w: Tensor = w, unit: Tensor = unit) -> Tensor:
             return w.square().mean(dim=1).sqrt_().mul_(unit)
 
-        change = direction(g, part, size_of_rows).mul_((rate / unit)[:, None])
-        w.mul_(1 - step.lr * step.weight_decay).sub_(change)
+        change = direction(g, part, size_of_rows)
+        (w if scale is None else unit).mul_(1 - step.lr * step.weight_decay)  # of a scale: nothing to round
+        w.sub_(change.mul_((rate / unit)[:, None]))
         del g, change
         if scale is not None:
-            stochastic_round_rows_(stored, unit, w, mix_seed(seed, 0), place * columns)
+            stochastic_round_rows_(stored, unit, w, step.parameter_seed, step.number, place * columns)
         elif stored.dtype == torch.bfloat16:
             stochastic_round_(stored.view(-1), w.view(-1), mix_seed(seed, 0), place * columns)
 
@@ -87,13 +95,10 @@ def _state(state: dict[str, Any], name: str, like: Tensor, *shape: int) -> Tenso
     return state[name]
 
 
-def adafactor_rows(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int, first: int,
-                   scale: Tensor | None = None) -> None:
-    """Adafactor without first moment (arXiv 1804.04235, alg. 4 and 5) in one pass: the second moment of a row holds this
-    gradient, that of a column those before it; size and clipping (at a root mean square of 1) are a row's own."""
-    if weight.dim() < 2:
-        vector_adamw(weight, grad, state, step, seed)
-        return
+def _factored(weight: Tensor, state: dict[str, Any], step: Step, first: int) -> Callable[[Tensor, slice], Tensor]:
+    """(float32 gradient [b, C] of rows, these rows) -> the gradient, in place, over the root of its factored second moment
+    (arXiv 1804.04235, alg. 4), in one pass over a matrix: the second moment of a row holds this gradient, that of a column
+    those before it. Rows longer than LONGEST are shortened to it."""
     rows, columns = weight.shape
     row = _state(state, "row_var", weight, rows)
     column = _state(state, "col_var", weight, columns)
@@ -103,7 +108,7 @@ def adafactor_rows(weight: Tensor, grad: Tensor, state: dict[str, Any], step: St
         gathered.zero_()
     flat_column = (column / column.mean().clamp_min(TINY)).clamp_min_(FACTORED_EPS[0]**2).rsqrt_() if step.number > 1 else None
 
-    def direction(g: Tensor, part: slice, size: Callable[[], Tensor]) -> Tensor:
+    def direction(g: Tensor, part: slice) -> Tensor:
         square = g.square()
         gathered.add_(square.sum(dim=0))
         row[part].lerp_(square.mean(dim=1), step.number**-0.8)
@@ -112,43 +117,50 @@ def adafactor_rows(weight: Tensor, grad: Tensor, state: dict[str, Any], step: St
         if flat_column is not None:
             g.mul_(flat_column)
         length = g.square().mean(dim=1).sqrt_()
-        return g.mul_((size().clamp_min_(FACTORED_EPS[1]) / length.clamp_min_(1.0))[:, None])
+        return g.div_(length.div_(LONGEST).clamp_min_(1.0)[:, None])
+
+    return direction
+
+
+def adafactor_rows(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int, first: int,
+                   scale: Tensor | None = None) -> None:
+    """Adafactor without first moment (arXiv 1804.04235, alg. 5): a row's update is relative to the row's own size."""
+    if weight.dim() < 2:
+        vector_adamw(weight, grad, state, step, seed)
+        return
+    factored = _factored(weight, state, step, first)
+
+    def direction(g: Tensor, part: slice, size: Callable[[], Tensor]) -> Tensor:
+        return factored(g, part).mul_(size().clamp_min_(FACTORED_EPS[1])[:, None])
 
     update_rows(weight, scale, grad, step, seed, first, min(step.lr, step.number**-0.5), direction)
 
 
-RANK = 4
-RENEWED_EVERY = 200
-
-
-def apollo(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int, first: int,
-           scale: Tensor | None = None) -> None:
-    """APOLLO with a factor for each row (arXiv 2412.05270, alg. 1): Adam runs on RANK random projections of a row's gradient,
-    and the row's update is its gradient made as much longer or shorter as Adam made these."""
+def adamw_factored(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int, first: int,
+                   scale: Tensor | None = None) -> None:
+    """AdamW whose second moment is factored, and whose first moment is kept where `step.first_moment` says so: in int8 with a
+    scale per row, of the gradient already divided."""
     if weight.dim() < 2:
         vector_adamw(weight, grad, state, step, seed)
         return
-    rows, columns = weight.shape
-    mean, square = _state(state, "exp_avg", weight, rows, RANK), _state(state, "exp_avg_sq", weight, rows, RANK)
-    projection = projections(columns, mix_seed(step.parameter_seed, (step.number - 1) // RENEWED_EVERY), weight.device)
-    correction1, correction2 = 1 - step.beta1**step.number, 1 - step.beta2**step.number
+    factored = _factored(weight, state, step, first)
+    if step.first_moment and "exp_avg" not in state:
+        state["exp_avg"] = torch.zeros_like(weight, dtype=torch.int8)
+        state["exp_avg_scale"] = torch.ones(weight.shape[0], dtype=torch.float32, device=weight.device)
+    noise_seed = mix_seed(step.parameter_seed, 1)
 
     def direction(g: Tensor, part: slice, size: Callable[[], Tensor]) -> Tensor:
-        projected = g @ projection
-        mean[part].lerp_(projected, 1 - step.beta1)
-        square[part].mul_(step.beta2).addcmul_(projected, projected, value=1 - step.beta2)
-        adam = (mean[part] / correction1).div_((square[part] / correction2).sqrt_().add_(step.eps))
-        # of root mean square 1 where Adam's numbers would be 1
-        length = g.norm(dim=1).clamp_min_(SHORTEST)
-        return g.div_(length[:, None]).mul_(adam.norm(dim=1).mul_((columns / RANK)**0.5)[:, None])
+        u = factored(g, part)
+        if not step.first_moment:
+            return u
+        codes, unit = state["exp_avg"][part], state["exp_avg_scale"][part]
+        unit.mul_(step.beta1).clamp_min_(SMALLEST_SCALE)
+        mean = u.mul_((1 - step.beta1) / unit[:, None]).add_(codes)
+        # rounded, they come back as they will be read
+        stochastic_round_rows_(codes, unit, mean, noise_seed, step.number, part.start * weight.shape[1])
+        return mean.mul_((unit / (1 - step.beta1**step.number))[:, None])
 
     update_rows(weight, scale, grad, step, seed, first, step.lr, direction)
 
 
-def projections(columns: int, seed: int, device: torch.device) -> Tensor:
-    """float32 [columns, RANK] of random signs over sqrt(RANK)."""
-    bits = noise_halves(0, columns * RANK, seed, device)
-    return (1.0 - 2.0 * (bits & 1).float()).div_(RANK**0.5).view(columns, RANK)
-
-
-BY_ROWS = {"adafactor_rows": adafactor_rows, "apollo": apollo}
+BY_ROWS = {"adafactor_rows": adafactor_rows, "adamw_factored": adamw_factored}

@@ -20,8 +20,10 @@ OPTIMIZERS = {
     "adamw_4bit": ("adamw", 4),
     "adafactor": ("adafactor", 32),
     "lion_8bit": ("lion", 8),
-    "apollo": ("apollo", 32),
+    "adamw_factored": ("adamw_factored", 32),
 }
+
+HEAD_RATE = 4.0  # of adamw_factored: learning rate of the head / that of the other matrices (`benchmark.py quality`)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -32,6 +34,16 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     vectors = [parameter for parameter in trainable if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def _head_apart(groups: list[dict[str, Any]], head: Tensor | None, **options: Any) -> list[dict[str, Any]]:
+    """The same groups, but the head in one of its own, with these options."""
+    found = []
+    for group in groups:
+        others = [parameter for parameter in group["params"] if parameter is not head]
+        found += [{**group, "params": others}] if others else []
+        found += [{**group, "params": [head], **options}] if len(others) < len(group["params"]) else []
+    return found
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -63,6 +75,9 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer
     rule, bits = OPTIMIZERS[config.optimizer]
     if rule == "adafactor" and config.param_dtype == "int8":
         rule = "adafactor_rows"
+    elif rule == "adamw_factored":
+        groups = _head_apart(groups, getattr(model, "head_weight", None), lr=HEAD_RATE * config.learning_rate,
+                             first_moment=config.adam_beta1 > 0)
     return LowMemoryOptimizer(groups, rule=rule, state_bits=bits, lr=config.learning_rate, betas=betas, eps=config.adam_eps,
                               seed=config.seed)
 

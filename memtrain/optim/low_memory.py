@@ -75,7 +75,7 @@ class LowMemoryOptimizer(torch.optim.Optimizer):
             state["step"] = state.get("step", 0) + 1
         beta1, beta2 = group["betas"]
         step = Step(state["step"], float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"],
-                    mix_seed(self.seed, index))
+                    mix_seed(self.seed, index), group.get("first_moment", False))
         stored = local_tensor(parameter)
         weight = stored.contiguous()  # nearly always itself
         bits = self.state_bits if weight.dim() >= 2 else 32

@@ -20,6 +20,7 @@ class Step:
     eps: float
     weight_decay: float
     parameter_seed: int = 0  # the same for all updates of a parameter
+    first_moment: bool = False  # keep one, where the rule leaves a choice
 
 
 # numbers updated at a time on a CPU: float32 slices of 256 KiB stay in the cache of a core, and malloc keeps them at hand

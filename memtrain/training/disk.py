@@ -35,16 +35,17 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     if optimizer.state:
         return sum(tensor.nbytes for values in optimizer.state.values() for tensor in values.values()
                    if isinstance(tensor, Tensor))
-    kinds = Counter((parameter.shape, parameter.dtype) for group in optimizer.param_groups for parameter in group["params"])
+    kinds = Counter((parameter.shape, parameter.dtype, group.get("first_moment", False))
+                    for group in optimizer.param_groups for parameter in group["params"])
     return sum(count * _state_bytes(optimizer, *kind) for kind, count in kinds.items())
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer, shape: torch.Size, dtype: torch.dtype) -> int:
+def _state_bytes(optimizer: torch.optim.Optimizer, shape: torch.Size, dtype: torch.dtype, first_moment: bool) -> int:
     """Of one parameter, by an update of one that has no data."""
     parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=dtype != torch.int8)
     if isinstance(optimizer, LowMemoryOptimizer):
-        twin: torch.optim.Optimizer = LowMemoryOptimizer([{"params": [parameter]}], rule=optimizer.rule,
-                                                         state_bits=optimizer.state_bits, lr=0.0)
+        twin: torch.optim.Optimizer = LowMemoryOptimizer([{"params": [parameter], "first_moment": first_moment}],
+                                                         rule=optimizer.rule, state_bits=optimizer.state_bits, lr=0.0)
     else:
         twin = torch.optim.AdamW([parameter])
     if isinstance(twin, LowMemoryOptimizer) and dtype == torch.int8:

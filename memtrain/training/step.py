@@ -25,6 +25,7 @@ from torch import Tensor
 from memtrain.command import BadInput
 from memtrain.data.order import Update, check_row_count
 from memtrain.data.prepare import Data
+from memtrain.model.embedding import Embedding, Int8Embedding
 from memtrain.model.huggingface import load_weights
 from memtrain.model.int8 import Int8Linear
 from memtrain.model.llama import LlamaForCausalLM, new_model
@@ -127,10 +128,9 @@ def build(config: RunConfig, shape: LlamaConfig, accelerator: Accelerator, total
     if config.head_in_blocks:
         causal = accelerator.unwrap_model(model, keep_torch_compile=False)
         causal.update_head_rows = rows_updater(optimizer, causal.head_weight, getattr(causal.lm_head, "weight_scale", None))
-        causal.model.embed_tokens.update_rows = rows_updater(optimizer, causal.model.embed_tokens.weight)
         for module in causal.model.modules():
-            if isinstance(module, Int8Linear):
-                module.update_rows = rows_updater(optimizer, module.weight, module.weight_scale)
+            if isinstance(module, (Embedding, Int8Embedding, Int8Linear)):
+                module.update_rows = rows_updater(optimizer, module.weight, getattr(module, "weight_scale", None))
     return TrainState(accelerator, model, prepared_optimizer, scheduler, config.max_grad_norm, config.optimizer_in_backward)
 
 

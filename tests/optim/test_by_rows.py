@@ -15,10 +15,10 @@ from memtrain.optim.low_memory import LowMemoryOptimizer
 ROWS, COLUMNS = 24, 33  # an odd width: rows begin within a pair of random halves
 
 
-def rounded(values, seed=0, scale=None, start=0):
+def rounded(values, seed=0, scale=None, start=0, number=1):
     target = torch.empty(values.shape, dtype=torch.int8)
     scale = torch.ones(values.shape[0]) if scale is None else scale
-    stochastic_round_rows_(target, scale, values.clone(), seed, start)
+    stochastic_round_rows_(target, scale, values.clone(), seed, number, start)
     return target, scale
 
 
@@ -34,12 +34,31 @@ def test_rounding_is_right_on_average():
 def test_whole_numbers_stay_where_they_are():
     """Also under the largest of all random numbers, and next to 127."""
     values = torch.arange(-127.0, 128).repeat(50, 1)
-    for seed in range(20):
-        target, scale = rounded(values, seed)
+    for number in range(1, 2**16, 3277):
+        target, scale = rounded(values, seed=number, number=number)
         assert torch.equal(target.float(), values) and (scale == 1).all()
 
 
-@pytest.mark.parametrize(("largest", "renewed"), [(127.0, False), (127.5, True), (300.0, True), (43.0, False), (41.0, True),
+@pytest.mark.parametrize("push", [0.003, 0.1, -0.37, 0.5, 0.8])
+def test_a_steady_change_arrives(push):
+    """After any number of updates each number is where it should be to 3 steps; independent draws are up to 15 away."""
+    codes, scale = torch.zeros(2, 101, dtype=torch.int8), torch.ones(2)
+    codes[:, 0] = 100  # keeps the range
+    for number in range(1, 121):
+        values = codes.float()
+        values[:, 1:] += push
+        stochastic_round_rows_(codes, scale, values, 5, number, 0)
+        assert (codes[:, 1:] - push * number).abs().max() <= 3 and (codes[:, 0] == 100).all() and (scale == 1).all()
+
+
+def test_phases_differ_from_place_to_place():
+    values = torch.full((4, 500), 0.5)
+    values[:, 0] = 100
+    ups = torch.stack([rounded(values, number=number)[0][:, 1:].flatten() for number in range(1, 9)])
+    assert ups.unique(dim=1).shape[1] == 16 and 0.45 < ups.double().mean() < 0.55
+
+
+@pytest.mark.parametrize(("largest", "renewed"), [(127.0, False), (127.5, True), (300.0, True), (91.0, False), (89.0, True),
                                                   (1e-3, True), (0.0, False)])
 def test_a_scale_changes_only_at_the_ends_of_the_range(largest, renewed):
     values = torch.linspace(-1, 1, 101).mul(largest).repeat(3, 1)
@@ -47,7 +66,7 @@ def test_a_scale_changes_only_at_the_ends_of_the_range(largest, renewed):
     target, after = rounded(values, scale=scale.clone())
     assert (after != scale).all() if renewed else torch.equal(after, scale)
     assert ((target * after[:, None] - values * scale[:, None]).abs() <= after[:, None]).all()
-    assert not renewed or (target.abs().amax(1) >= 99).all()
+    assert not renewed or (target.abs().amax(1) >= 119).all()
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
@@ -102,7 +121,7 @@ def test_any_number_of_rows_at_a_time(rule, dtype, monkeypatch):
         found.append((weight.detach(), scale, optimizer.state[weight]))
     assert not torch.equal(found[0][0], matrix(dtype)[0])
     for weight, scale, state in found[1:]:
-        if rule == "adafactor_rows" and dtype == torch.float32:
+        if dtype == torch.float32:
             torch.testing.assert_close(weight, found[0][0], rtol=1e-5, atol=1e-6)
         else:
             assert torch.equal(weight, found[0][0]) and (scale is None or torch.equal(scale, found[0][1]))
@@ -125,8 +144,7 @@ def test_int8_follows_float32_on_average(rule):
     rows_updater(optimizer, twin)(0, gradient(0))
     step = twin.detach() - before
     error = torch.stack(moved).mean(0) - step
-    # apollo's projections differ by seed, and with them a row's length, but not its direction
-    assert (error.abs() <= 5 * scale[:, None] / 200**0.5 + (0.5 if rule == "apollo" else 1e-6) * step.abs()).all()
+    assert (error.abs() <= 5 * scale[:, None] / 200**0.5 + 1e-6 * step.abs()).all()
 
 
 def test_adafactor_rows_against_its_definition():
@@ -144,27 +162,82 @@ def test_adafactor_rows_against_its_definition():
         if column is not None:
             direction = direction / (column / column.mean()).sqrt()
         column = square.mean(0)
-        length = direction.square().mean(1).sqrt().clamp(min=1)
         size = wanted.square().mean(1).sqrt().clamp(min=1e-3)
-        wanted = wanted - 0.05 * (size / length)[:, None] * direction
+        wanted = wanted - 0.05 * size[:, None] * direction
     torch.testing.assert_close(weight.detach().double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_apollo_scales_rows_alone():
-    """Each row moves along its gradient; the first update has root mean square lr in every row, however large its gradient."""
+def factored_in_float64(steps):
+    """Gradients over the root of a factored second moment, written out."""
+    row = column = None
+    for step in range(1, steps + 1):
+        g = gradient(step).double()
+        square, keep = g.square(), step**-0.8
+        row = square.mean(1) if row is None else row + keep * (square.mean(1) - row)
+        direction = g / row.sqrt()[:, None]
+        if column is not None:
+            direction = direction / (column / column.mean()).sqrt()
+        column = square.mean(0) if column is None else column + keep * (square.mean(0) - column)
+        yield direction
+
+
+def test_adamw_factored_against_its_definition():
     weight, _ = matrix(torch.float32)
+    wanted = weight.detach().double()
+    optimizer = LowMemoryOptimizer([{"params": [weight]}], rule="adamw_factored", state_bits=32, lr=0.05, weight_decay=0.1)
+    for step, direction in enumerate(factored_in_float64(4), start=1):
+        rows_updater(optimizer, weight)(0, gradient(step))
+        wanted = wanted * (1 - 0.05 * 0.1) - 0.05 * direction
+    torch.testing.assert_close(weight.detach().double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_first_moment_in_int8():
+    """Each update is that of a mean kept in float64, to a step of the mean's rows; on average over seeds it is the same."""
+    errors = []
+    for seed in range(100):
+        weight, _ = matrix(torch.float32)
+        wanted, mean = weight.detach().double(), torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
+        optimizer = LowMemoryOptimizer([{"params": [weight], "first_moment": True}], rule="adamw_factored", state_bits=32,
+                                       lr=0.01, seed=seed)
+        for step, direction in enumerate(factored_in_float64(4), start=1):
+            rows_updater(optimizer, weight)(0, gradient(step))
+            mean = 0.9 * mean + 0.1 * direction
+            wanted = wanted - 0.01 * mean / (1 - 0.9**step)
+        errors.append((weight.detach().double() - wanted) / 0.01)
+    state = optimizer.state[weight]
+    assert state["exp_avg"].dtype == torch.int8 and state["exp_avg"].shape == weight.shape
+    errors = torch.stack(errors)
+    assert errors.abs().max() < 0.2 and errors.abs().max() > 0.01, "rounding shows"
+    assert errors.mean(0).abs().max() < 0.025 and errors.mean().abs() < 1e-3
+
+
+def test_a_row_that_is_rarely_needed():
+    """Its first gradient after a thousand updates makes no step longer than LONGEST, and a mean that faded comes back."""
+    weight, _ = matrix(torch.float32)
+    optimizer = LowMemoryOptimizer([{"params": [weight], "first_moment": True}], rule="adamw_factored", state_bits=32, lr=0.01)
+    update = rows_updater(optimizer, weight)
+    update(0, gradient(0))
+    for _ in range(1000):  # 0.9^1000 is no float32
+        update(0, torch.zeros(ROWS, COLUMNS))
+    assert optimizer.state[weight]["exp_avg_scale"].max() < 2e-30
     before = weight.detach().clone()
-    optimizer = LowMemoryOptimizer([{"params": [weight]}], rule="apollo", state_bits=32, lr=0.01)
-    grad = gradient(0).float() * torch.logspace(-3, 3, ROWS)[:, None]
-    rows_updater(optimizer, weight)(0, grad)
-    step = before - weight.detach()
-    torch.testing.assert_close(step.square().mean(1).sqrt(), torch.full((ROWS,), 0.01), rtol=1e-3, atol=0)
-    assert (torch.cosine_similarity(step, grad) > 0.9999).all()
+    update(0, gradient(1))
+    step = (before - weight.detach()) / 0.01
+    torch.testing.assert_close(step.square().mean(1).sqrt(), torch.full((ROWS,), 0.1 * by_rows.LONGEST), rtol=0.02, atol=0)
+    assert (torch.cosine_similarity(step, gradient(1).float()) > 0.9).all()
+
+
+def test_weight_decay_of_int8_is_exact():
+    weight, scale = matrix(torch.int8)
+    before, codes = scale.clone(), weight.detach().clone()
+    optimizer = LowMemoryOptimizer([{"params": [weight], "weight_decay": 0.5}], rule="adamw_factored", state_bits=32, lr=0.01)
+    rows_updater(optimizer, weight, scale)(0, torch.zeros(ROWS, COLUMNS))
+    assert torch.equal(weight, codes) and torch.equal(scale, before * (1 - 0.01 * 0.5))
 
 
 def test_state_is_small():
     weight, scale = matrix(torch.int8)
-    for rule, most in (("adafactor_rows", ROWS + 2 * COLUMNS), ("apollo", 2 * by_rows.RANK * ROWS)):
+    for rule, most in (("adafactor_rows", ROWS + 2 * COLUMNS), ("adamw_factored", ROWS + 2 * COLUMNS)):
         optimizer = LowMemoryOptimizer([{"params": [weight]}], rule=rule, state_bits=32, lr=0.01)
         rows_updater(optimizer, weight, scale)(0, gradient(0))
         numbers = sum(value.numel() for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor))

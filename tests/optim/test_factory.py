@@ -48,6 +48,22 @@ def test_options_reach_the_optimizer():
         assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (3e-4, (0.8, 0.9), 1e-6, decay)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_factored_adamw_sets_the_head_apart(tied):
+    model = LlamaForCausalLM(LlamaConfig(97, 32, 64, 2, 4, 2, 8, tie_word_embeddings=tied))
+    optimizer = make_optimizer(model, RunConfig(max_steps=1, optimizer="adamw_factored", learning_rate=1e-3))
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert len(held) == len({id(parameter) for parameter in held}) == len(list(model.parameters()))
+    (head,) = [group for group in optimizer.param_groups if group.get("first_moment")]
+    assert head["params"] == [model.head_weight] and head["lr"] == 4e-3 and head["weight_decay"] == 0.1
+    assert {group["lr"] for group in optimizer.param_groups if group is not head} == {1e-3}
+    (loss := model(torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.int64))).backward()
+    optimizer.step()
+    assert loss.isfinite() and [p for p in held if "exp_avg_scale" in optimizer.state[p]] == [model.head_weight]
+    plain = make_optimizer(model, RunConfig(max_steps=1, optimizer="adamw_factored", adam_beta1=0.0))
+    assert not any(group["first_moment"] for group in plain.param_groups if "first_moment" in group)
+
+
 def test_every_name_of_the_options_is_built():
     from dataclasses import fields
 

@@ -18,7 +18,7 @@ from jobs import (
 
 INT8 = {"param_dtype": "int8", "optimizer_in_backward": "true", "head_in_blocks": "true", "max_grad_norm": "none",
         "gradient_checkpointing": "full", "tie_word_embeddings": "false"}
-RATES = {"adafactor": 0.02, "apollo": 2e-3}
+RATES = {"adafactor": 0.02, "adamw_factored": 2e-3}
 
 
 def options(optimizer, **changes):
