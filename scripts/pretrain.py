@@ -100,7 +100,7 @@ def train(config: RunConfig, shape: LlamaConfig, accelerator: Accelerator, asked
         f"mixed_precision={accelerator.mixed_precision}")
     with (end_together(accelerator, output), MemoryWatch(config, shape, accelerator, output, say) as memory,
           enforced_budget(config)):
-        state = memory.build(lambda: build(config, shape, accelerator, steps))
+        state = memory.build(lambda: build(config, shape, accelerator, steps, checkpoint is None))
         on_main_first(accelerator, lambda: check_disk(state, output, config.keep_last))
         if checkpoint is not None:
             with memory.phase("load", state):

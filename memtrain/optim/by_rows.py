@@ -95,10 +95,10 @@ def _state(state: dict[str, Any], name: str, like: Tensor, *shape: int) -> Tenso
     return state[name]
 
 
-def _factored(weight: Tensor, state: dict[str, Any], step: Step, first: int) -> Callable[[Tensor, slice], Tensor]:
+def _factored(weight: Tensor, state: dict[str, Any], step: Step, first: int, eps: float) -> Callable[[Tensor, slice], Tensor]:
     """(float32 gradient [b, C] of rows, these rows) -> the gradient, in place, over the root of its factored second moment
     (arXiv 1804.04235, alg. 4), in one pass over a matrix: the second moment of a row holds this gradient, that of a column
-    those before it. Rows longer than LONGEST are shortened to it."""
+    those before it; eps: the smallest root. Rows longer than LONGEST are shortened to it."""
     rows, columns = weight.shape
     row = _state(state, "row_var", weight, rows)
     column = _state(state, "col_var", weight, columns)
@@ -113,7 +113,7 @@ def _factored(weight: Tensor, state: dict[str, Any], step: Step, first: int) -> 
         gathered.add_(square.sum(dim=0))
         row[part].lerp_(square.mean(dim=1), step.number**-0.8)
         del square
-        g.mul_(row[part].clamp_min(FACTORED_EPS[0]**2).rsqrt_()[:, None])
+        g.mul_(row[part].clamp_min(eps**2).rsqrt_()[:, None])
         if flat_column is not None:
             g.mul_(flat_column)
         length = g.square().mean(dim=1).sqrt_()
@@ -128,7 +128,7 @@ def adafactor_rows(weight: Tensor, grad: Tensor, state: dict[str, Any], step: St
     if weight.dim() < 2:
         vector_adamw(weight, grad, state, step, seed)
         return
-    factored = _factored(weight, state, step, first)
+    factored = _factored(weight, state, step, first, FACTORED_EPS[0])
 
     def direction(g: Tensor, part: slice, size: Callable[[], Tensor]) -> Tensor:
         return factored(g, part).mul_(size().clamp_min_(FACTORED_EPS[1])[:, None])
@@ -143,7 +143,7 @@ def adamw_factored(weight: Tensor, grad: Tensor, state: dict[str, Any], step: St
     if weight.dim() < 2:
         vector_adamw(weight, grad, state, step, seed)
         return
-    factored = _factored(weight, state, step, first)
+    factored = _factored(weight, state, step, first, step.eps)
     if step.first_moment and "exp_avg" not in state:
         state["exp_avg"] = torch.zeros_like(weight, dtype=torch.int8)
         state["exp_avg_scale"] = torch.ones(weight.shape[0], dtype=torch.float32, device=weight.device)

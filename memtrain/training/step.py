@@ -96,12 +96,13 @@ def on_main_first(accelerator: Accelerator, work: Callable[[], Result]) -> Resul
     return work() if result is None else result
 
 
-def build_model(config: RunConfig, shape: LlamaConfig) -> LlamaForCausalLM:
-    """The model with its first weights (from the seed, or those of `config.model`), on the CPU, in `param_dtype`."""
+def build_model(config: RunConfig, shape: LlamaConfig, initialise: bool = True) -> LlamaForCausalLM:
+    """The model with its first weights (from the seed, or those of `config.model`), on the CPU, in `param_dtype`. initialise:
+    False where others are read over them."""
     set_seed(config.seed)
     from_source = is_weights_source(config.model)
-    model = new_model(shape, config.param_dtype, initialise=not from_source)
-    if from_source:
+    model = new_model(shape, config.param_dtype, initialise and not from_source)
+    if initialise and from_source:
         load_weights(model, config.model)
     set_recipe(model, config)
     return model
@@ -115,9 +116,10 @@ def set_recipe(model: LlamaForCausalLM, config: RunConfig) -> None:
     model.loss_chunk_tokens = None if config.loss_chunk_tokens == "auto" else int(config.loss_chunk_tokens)
 
 
-def build(config: RunConfig, shape: LlamaConfig, accelerator: Accelerator, total_steps: int) -> TrainState:
-    """Model, optimizer and schedule of a run, prepared by Accelerate."""
-    model = build_model(config, shape)
+def build(config: RunConfig, shape: LlamaConfig, accelerator: Accelerator, total_steps: int,
+          initialise: bool = True) -> TrainState:
+    """Model, optimizer and schedule of a run, prepared by Accelerate. initialise: False where a checkpoint is read over it."""
+    model = build_model(config, shape, initialise)
     optimizer = make_optimizer(model, config)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, total_steps, config))
     # each process draws its own dropout

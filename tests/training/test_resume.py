@@ -70,6 +70,17 @@ def test_going_on_equals_the_unbroken_run(job, unbroken, tmp_path, precision, st
     assert_same_run(whole, run, 20)
 
 
+def test_no_weights_are_made_to_be_read_over(job, unbroken, tmp_path, monkeypatch):
+    """Of a large model random weights take as long as reading them."""
+    from memtrain.model.llama import LlamaForCausalLM
+
+    whole = unbroken(**HARD, mixed_precision="no")
+    run = stopped_after(whole, tmp_path / "run", 10)
+    monkeypatch.setattr(LlamaForCausalLM, "_initialise", lambda *_: pytest.fail("made random weights"))
+    assert job.run(run, **HARD, mixed_precision="no").code == 0
+    assert_same_run(whole, run, 20)
+
+
 def test_the_unbroken_run_is_sensitive(job, unbroken, tmp_path):
     """Dropout and the order of rows do change the result, else the tests above would prove little."""
     whole = checkpoint_contents(checkpoint(unbroken(**HARD, mixed_precision="no"), 20))
