@@ -80,7 +80,8 @@ def check(job: Job, options: dict[str, str], processes: int, as_yaml: bool) -> N
 
 # options of which nearly all go together, for runs that get far
 GOOD: dict[str, list[Any]] = {
-    "micro_batch_size": ["auto", 1, 2, 4, 8], "optimizer": ["adamw", "adamw_8bit", "adamw_4bit", "adafactor", "lion_8bit"],
+    "micro_batch_size": ["auto", 1, 2, 4, 8],
+    "optimizer": ["adamw", "adamw_8bit", "adamw_4bit", "adamw_factored", "adafactor", "lion_8bit"],
     "lr_schedule": ["cosine", "linear", "constant", "wsd"], "param_dtype": ["float32", "bfloat16"],
     "mixed_precision": ["no", "bf16"], "gradient_checkpointing": ["none", "selective", "selective_deep", "full"],
     "checkpointed_layers": ["all", 1], "offload_activations": [True, False], "loss_chunk_tokens": ["auto", 16],

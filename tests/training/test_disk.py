@@ -18,7 +18,7 @@ from memtrain.config import make_config
 SHAPE = {"model": "tiny", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "seq_len": 16, "global_batch_size": 2, "max_steps": 10}
 TOKENIZER = SimpleNamespace(save_pretrained=lambda folder: None)
-OPTIMIZERS = ["adamw", "adamw_8bit", "adamw_4bit", "adafactor", "lion_8bit"]
+OPTIMIZERS = ["adamw", "adamw_8bit", "adamw_4bit", "adamw_factored", "adafactor", "lion_8bit"]
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "nu
 CHECKPOINTING = [("none", "all"), ("selective", "all"), ("selective", 1), ("selective_deep", "all"), ("selective_deep", 2),
                  ("full", "all"), ("full", 2)]
 PRECISIONS = [("float32", "no"), ("float32", "bf16"), ("bfloat16", "no"), ("bfloat16", "bf16")]
-OPTIMIZERS = ["adamw", "adamw_8bit", "adamw_4bit", "adafactor", "lion_8bit"]
+OPTIMIZERS = ["adamw", "adamw_8bit", "adamw_4bit", "adamw_factored", "adafactor", "lion_8bit"]
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
