@@ -63,6 +63,7 @@ def train(config: RunConfig, shape: LlamaConfig, accelerator: Accelerator, asked
 
     from memtrain.data.prepare import prepare
     from memtrain.memory.cap import enforced_budget
+    from memtrain.memory.device import give_back_freed_memory
     from memtrain.memory.watch import MemoryWatch
     from memtrain.model.presets import weights_tokenizer
     from memtrain.training import checkpoint as checkpoints
@@ -78,6 +79,7 @@ def train(config: RunConfig, shape: LlamaConfig, accelerator: Accelerator, asked
 
     say = accelerator.print
     data = on_main_first(accelerator, lambda: prepare(config, shape.vocab_size, weights_tokenizer(config.model)))
+    give_back_freed_memory()  # a tokenizer's training leaves 84 MB of it
     steps = total_steps(config, data.row_count, accelerator.num_processes)
     output = Path(config.output_dir).expanduser()
     checkpoint, run = checkpoints.choose_checkpoint(config, shape, data.fingerprint, accelerator)

@@ -6,11 +6,13 @@ The GPU's numbers are a model and stated constants. They are not yet checked on 
 from __future__ import annotations
 
 import bisect
+import ctypes
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -39,6 +41,12 @@ CONTEXT_BYTES = 500_000_000
 # reserves 64 MiB of them.
 MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES = 2**19, 2**22
 TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES), "MALLOC_TRIM_THRESHOLD_": str(TRIM_THRESHOLD_BYTES)}
+
+
+def give_back_freed_memory() -> None:
+    """Ask glibc for what it keeps of freed memory; the system has it then. Without glibc, nothing."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class CachingAllocator:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import pytest
 from real_runs import tiny_config
@@ -74,3 +76,24 @@ def test_process_bytes(options):
     real = real_run_result(start_real_run(config))
     predicted = process_bytes(start_real_run(smallest_run(config)), predict(config, model_config(config)).peak_bytes)
     assert abs(predicted - real["process_bytes"]) <= 0.03 * real["process_bytes"], (predicted, real)
+
+
+def test_freed_memory_is_given_back():
+    """Small blocks with one in use above them stay with glibc, until asked for."""
+    code = """
+from memtrain.memory.device import give_back_freed_memory
+def held(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+before = held()
+blocks = [libc.malloc(ctypes.c_size_t(10_000)) for _ in range(6000)]
+for block in blocks: ctypes.memset(block, 1, 10_000)
+for block in blocks[:-1]: libc.free(ctypes.c_void_p(block))
+kept = held() - before
+give_back_freed_memory()
+print(kept, held() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    kept, left = map(int, done.stdout.split())
+    assert kept > 50_000 > 10_000 > left, (kept, left)
