@@ -255,5 +255,7 @@ def accuracy_changes(config: RunConfig, allow: Sequence[str]) -> list[tuple[int,
             at = STATES.index(config.optimizer)
             found += [(level + step, replace(changed, optimizer=name)) for step, name in enumerate(STATES[at + 1:], 1)]
     if "rounding" in allow and "optimizer" in allow and config.param_dtype != "int8" and config.max_grad_norm is None:
-        found.append((1 + max(level for level, _ in found), replace(config, **INT8)))
+        # an adafactor stays one: its learning rate is relative
+        optimizer = "adafactor" if config.optimizer == "adafactor" else INT8["optimizer"]
+        found.append((1 + max(level for level, _ in found), replace(config, **{**INT8, "optimizer": optimizer})))
     return sorted(found, key=lambda item: item[0])

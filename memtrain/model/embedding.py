@@ -30,7 +30,7 @@ class Embedding(nn.Embedding):
 
 class Int8Embedding(nn.Module):
     """As `Embedding`, with weight int8 [V, D] and weight_scale float32 [V], neither of which has a gradient. Rows come out in
-    the default dtype of the time it was made."""
+    the default dtype of the time it was made; update_rows takes float32 gradients."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -63,12 +63,13 @@ class _EmbeddingByRows(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight_VD: Tensor, scale_V: Tensor | None, anchor: Tensor | None,
                 update_rows: UpdateRows) -> Tensor:
         ctx.save_for_backward(ids, weight_VD)
-        ctx.update_rows = update_rows
+        ctx.update_rows, ctx.dtype = update_rows, weight_VD.dtype if anchor is None else torch.float32
         return _rows(ids, weight_VD, scale_V, weight_VD.dtype if anchor is None else anchor.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         ids, weight_VD = ctx.saved_tensors
+        grad = grad.to(ctx.dtype)  # bfloat16 sums of a frequent token would stand still
         rows = update_rows_at_a_time(weight_VD)
         for first in range(0, weight_VD.shape[0], rows):
             count = min(rows, weight_VD.shape[0] - first)

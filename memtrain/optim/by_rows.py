@@ -18,9 +18,12 @@ INT8_LARGEST = 127
 # A row's scale stays as it is, so that numbers with no update stay too, until its largest passes 127 or falls below 90.
 # Then the largest becomes 120: steps are as fine as the row allows.
 INT8_SMALLEST, INT8_RENEWED = 90.0, 120.0
-GOLDEN = 40503  # 2^16 / 1.618..., odd: 2^16 updates see every phase once
+# Near 2^16 / 1.618..., odd (2^16 updates see every phase once), and as a fraction of 2^16 far from any simpler one: its
+# continued fraction holds no number above 3, where that of the nearest odd number, 40503, holds an 18.
+GOLDEN = 40521
 LONGEST = 8.0  # root mean square of a row's direction, usually about 1: a row that is rarely needed takes a long step then
-SMALLEST_SCALE = 1e-30  # of a first moment: from 0 none would come back
+SMALLEST_SCALE = 1e-30  # what a row that is long without gradient fades to: numbers over a scale of 0 are undefined
+LEAST_COLUMN = 1e-4  # of a column's second moment / their mean: one that was never needed takes no wild step when it is
 TINY = torch.finfo(torch.float32).tiny
 
 Direction = Callable[[Tensor, slice, Callable[[], Tensor]], Tensor]
@@ -32,7 +35,7 @@ def stochastic_round_rows_(target: Tensor, scale: Tensor, values: Tensor, seed: 
 
     number: of the update; start: place of the first number in its parameter. A place has random phases (of the seed) which
     turn by the golden ratio from update to update: each is uniform, and all together are evenly spread, so that a steady small
-    change arrives to within about a step, where independent draws would leave it to a random walk.
+    change arrives to within a few steps, where independent draws would leave it to a random walk.
     """
     largest = values.abs().amax(dim=1)
     # also where it is infinite or undefined: no int8 can say so, the scale then does
@@ -65,7 +68,10 @@ def update_rows(weight: Tensor, scale: Tensor | None, grad: Tensor, step: Step, 
             return w.square().mean(dim=1).sqrt_().mul_(unit)
 
         change = direction(g, part, size_of_rows)
-        (w if scale is None else unit).mul_(1 - step.lr * step.weight_decay)  # of a scale: nothing to round
+        if scale is None:
+            w.mul_(1 - step.lr * step.weight_decay)
+        else:  # nothing to round
+            unit.mul_(1 - step.lr * step.weight_decay).clamp_min_(SMALLEST_SCALE)
         w.sub_(change.mul_((rate / unit)[:, None]))
         del g, change
         if scale is not None:
@@ -106,7 +112,8 @@ def _factored(weight: Tensor, state: dict[str, Any], step: Step, first: int, eps
     if first == 0:
         column.lerp_(gathered.div_(rows), max(1, step.number - 1)**-0.8)
         gathered.zero_()
-    flat_column = (column / column.mean().clamp_min(TINY)).clamp_min_(FACTORED_EPS[0]**2).rsqrt_() if step.number > 1 else None
+    mean = column.mean()  # 0 before the second update, and as long as there was no gradient
+    flat_column = torch.where(mean > 0, column / mean.clamp_min(TINY), 1.0).clamp_min_(LEAST_COLUMN).rsqrt_()
 
     def direction(g: Tensor, part: slice) -> Tensor:
         square = g.square()
@@ -114,8 +121,7 @@ def _factored(weight: Tensor, state: dict[str, Any], step: Step, first: int, eps
         row[part].lerp_(square.mean(dim=1), step.number**-0.8)
         del square
         g.mul_(row[part].clamp_min(eps**2).rsqrt_()[:, None])
-        if flat_column is not None:
-            g.mul_(flat_column)
+        g.mul_(flat_column)
         length = g.square().mean(dim=1).sqrt_()
         return g.div_(length.div_(LONGEST).clamp_min_(1.0)[:, None])
 
@@ -124,7 +130,8 @@ def _factored(weight: Tensor, state: dict[str, Any], step: Step, first: int, eps
 
 def adafactor_rows(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int, first: int,
                    scale: Tensor | None = None) -> None:
-    """Adafactor without first moment (arXiv 1804.04235, alg. 5): a row's update is relative to the row's own size."""
+    """Adafactor without first moment (arXiv 1804.04235, alg. 5), but a row's update is relative to the row's own size, and
+    shortened by its own length."""
     if weight.dim() < 2:
         vector_adamw(weight, grad, state, step, seed)
         return
@@ -138,8 +145,8 @@ def adafactor_rows(weight: Tensor, grad: Tensor, state: dict[str, Any], step: St
 
 def adamw_factored(weight: Tensor, grad: Tensor, state: dict[str, Any], step: Step, bits: int, seed: int, first: int,
                    scale: Tensor | None = None) -> None:
-    """AdamW whose second moment is factored, and whose first moment is kept where `step.first_moment` says so: in int8 with a
-    scale per row, of the gradient already divided."""
+    """AdamW whose second moment is factored (and fades as Adafactor's does, not by beta2), and whose first moment is kept where
+    `step.first_moment` says so: in int8 with a scale per row, of the gradient already divided."""
     if weight.dim() < 2:
         vector_adamw(weight, grad, state, step, seed)
         return

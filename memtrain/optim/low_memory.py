@@ -35,7 +35,8 @@ def no_rows(parameter: Tensor) -> Rows:
 
 
 class LowMemoryOptimizer(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675) with float32, 8-bit or 4-bit state, or Adafactor (arXiv 1804.04235).
+    """AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675) with float32, 8-bit or 4-bit state, or Adafactor (arXiv 1804.04235),
+    or an update by rows (`by_rows`), which overwrites a float32 gradient.
 
     bfloat16 parameters are rounded stochastically, so that updates far below their precision arrive on average; float32
     parameters are updated as they are. One-dimensional parameters keep float32 state: they are few, and each of them acts on

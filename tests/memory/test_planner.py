@@ -181,6 +181,9 @@ def test_int8_is_planned_where_it_can_be():
     int8 = [(recipe, accuracy) for recipe, accuracy in found if recipe.param_dtype == "int8"]
     assert int8 and {accuracy for _, accuracy in int8} == {max(accuracy for _, accuracy in found)}
     assert all(recipe.optimizer_in_backward and recipe.head_in_blocks for recipe, _ in int8)
+    assert {recipe.optimizer for recipe, _ in int8} == {"adamw_factored"}
+    relative = candidates(replace(config, optimizer="adafactor"), shape, ("rounding", "optimizer"), 1, "cpu")
+    assert {recipe.optimizer for recipe, _ in relative if recipe.param_dtype == "int8"} == {"adafactor"}, "whose rate it has"
     clipped = candidates(replace(config, max_grad_norm=1.0), shape, ("rounding", "optimizer"), 1, "cpu")
     assert not any(recipe.param_dtype == "int8" for recipe, _ in clipped)
     recipe = next(recipe for recipe, _ in int8 if recipe.gradient_checkpointing == "full")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from memtrain.command import BadInput
 from memtrain.model import loss as loss_module
-from memtrain.model.embedding import Embedding
+from memtrain.model.embedding import Embedding, Int8Embedding
 from memtrain.model.loss import IGNORE, linear_cross_entropy
 from memtrain.optim.factory import OPTIMIZERS, make_optimizer, rows_updater, update_in_backward
 from memtrain.options import RunConfig
@@ -104,6 +104,35 @@ def test_embedding(small_blocks, dtype):
     assert torch.equal(torch.cat([grad for _, grad in blocks]), wanted)
     with torch.no_grad():
         assert torch.equal(module(ids), out)
+
+
+def test_int8_embedding(small_blocks):
+    """Rows and gradient are those of nn.Embedding with the widened weight, summed in float32; rows may change at once."""
+    module = Int8Embedding(V, D)
+    module.initialise(0.5)
+    module.dtype = torch.bfloat16
+    ids = torch.randint(0, V // 2, (3, 50), generator=torch.Generator().manual_seed(0))
+    ids[0, :40] = 7
+    weight = (module.weight * module.weight_scale[:, None]).requires_grad_()
+    assert abs(weight.std() - 0.5) < 0.01
+    upstream = torch.randn(3, 50, D, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wanted = F.embedding(ids, weight)
+    wanted.backward(upstream.float())
+    assert torch.equal(module(ids), wanted.bfloat16()) and not module(ids).requires_grad
+    found = []
+
+    def update(first, grad):
+        found.append(grad.clone())
+        with torch.no_grad():
+            module.weight[first:first + len(grad)] = 0
+
+    module.update_rows = update
+    out = module(ids)
+    assert torch.equal(out, wanted.bfloat16())
+    out.backward(upstream)
+    torch.testing.assert_close(torch.cat(found), weight.grad, rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        assert (module(ids) == 0).all() and len(found) == 4
 
 
 @pytest.mark.parametrize("optimizer", BY_ROWS)
