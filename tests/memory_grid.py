@@ -43,4 +43,6 @@ GRID: list[dict[str, Any]] = [
     {"gradient_checkpointing": "full", "recomputed_rows": 3, "document_mask": "true"},
     {**INT8, "optimizer": "adamw_factored", "packing": "padded"},
     {**INT8, "gradient_checkpointing": "full", "loss_chunk_tokens": 32},
+    {**PURE, **IN_BACKWARD, "optimizer": "adamw_factored", "gradient_checkpointing": "full"},
+    {"optimizer": "adamw_factored", "tie_word_embeddings": "false"},
 ]
