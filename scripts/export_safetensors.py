@@ -2,7 +2,7 @@
 
 usage: python scripts/export_safetensors.py CHECKPOINT OUT [--dtype float32|bfloat16|float16] [--max_shard_size 5GB]
 
-  --dtype            dtype of the weights (default float32)
+  --dtype            dtype of the weights (default float32; of an int8 run bfloat16)
   --max_shard_size   split model.safetensors above this size (default 5GB)
 """
 
